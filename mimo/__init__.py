@@ -1,0 +1,1 @@
+"""Reinforcement learning of language models whose samplers no longer match the trainer."""

@@ -1,0 +1,99 @@
+"""The sampler port: what a rollout needs of whatever draws tokens.
+
+A sampler serves one pool. A session is one trajectory: it stays on one sampler, whose prefix cache
+holds it, and is named by a string that is unique while it is open.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from mimo.types import SamplingParams, Source, TurnSample
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SamplerContract:
+  """What a sampler states of itself, checked once at start.
+
+  Attributes:
+    source: the pool's name, accelerator, weight format and cache dtype.
+    logprob_mode: 'processed' when log-probs are those of the distribution drawn from.
+    logits_dtype: the dtype of the head's matmul and of the logits.
+    vocab_size: V.
+    max_tokens: the longest trajectory it can hold.
+    prefix_cache: 'keep' or 'drop' at a weight update.
+    max_sessions: how many sessions it decodes at a time; more wait their turn.
+  """
+
+  source: Source
+  logprob_mode: str
+  logits_dtype: str
+  vocab_size: int
+  max_tokens: int
+  prefix_cache: str
+  max_sessions: int
+
+
+class SamplerError(Exception):
+  """A turn could not be sampled. The episode ends as `sampler_failure` and is never scored."""
+
+
+class Sampler(Protocol):
+  """Draws turns for many sessions at a time."""
+
+  @property
+  def contract(self) -> SamplerContract: ...
+
+  async def start(self) -> None:
+    """Returns once a first version is served. Raises SamplerError when none can be."""
+
+  async def sample(
+    self, session: str, tokens: np.ndarray, params: SamplingParams, key: np.ndarray
+  ) -> TurnSample:
+    """Draws one turn.
+
+    Args:
+      session: its name. The first call opens it.
+      tokens: [T] int32, the whole trajectory so far; it must extend the ids of this session's
+        previous call and sample exactly.
+      params: how to draw.
+      key: [2] uint32, the session's random key; position t draws with `fold_in(key, t)`, t being
+        the drawn token's index in the trajectory, so what is drawn does not depend on batching.
+
+    Raises:
+      SamplerError: the tokens do not extend the session's, the session outgrew `max_tokens`
+        before a token was drawn, or the sampler failed.
+    """
+
+  async def release(self, session: str) -> None:
+    """Frees what the session holds. Unknown names are ignored."""
+
+  @property
+  def version(self) -> int:
+    """The publication number now served."""
+
+  async def close(self) -> None:
+    """Stops; turns in flight raise SamplerError."""
+
+
+def check_contract(contract: SamplerContract, *, logits_dtype: str, vocab_size: int) -> None:
+  """Refuses a sampler whose log-probs the trainer's cannot be compared with.
+
+  Raises ValueError naming the pool, what it states and what was expected.
+  """
+  pool = contract.source.pool
+  if contract.logprob_mode != 'processed':
+    raise ValueError(
+      f'pool {pool}: log-prob mode is {contract.logprob_mode!r}; expected '
+      "'processed': log-probs of the distribution drawn from, after temperature, top-k and top-p"
+    )
+  if contract.logits_dtype != logits_dtype:
+    raise ValueError(
+      f'pool {pool}: logits are computed in {contract.logits_dtype}; expected {logits_dtype}, '
+      "the trainer's"
+    )
+  if contract.vocab_size != vocab_size:
+    raise ValueError(f'pool {pool}: vocabulary of {contract.vocab_size}; expected {vocab_size}')

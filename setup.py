@@ -1,0 +1,56 @@
+"""Packaging. `pip install -e .` gives the loop; the extras are in EXTRAS below."""
+
+import pathlib
+
+import setuptools
+
+# jax 0.10 to 0.12 is what the code is tried on: mesh axis types and shard_map moved before and
+# may move after. Orbax is bounded because its v1 API replaces the one we use.
+INSTALL = [
+  'absl-py>=2.1',
+  'chex>=0.1.90',
+  'flax>=0.12,<0.13',
+  'jax>=0.10,<0.13',
+  'jinja2>=3.1',
+  'matplotlib>=3.8',
+  'ml-collections>=1.1',
+  'ml_dtypes>=0.5',
+  'numpy>=2.0',
+  'optax>=0.2.8,<0.3',
+  'orbax-checkpoint>=0.12,<0.13',
+  'safetensors>=0.5',
+  'tensorboardX>=2.6',
+  'tokenizers>=0.21',
+  'tqdm>=4.66',
+]
+
+TEST = ['hypothesis>=6.100', 'mypy>=1.15', 'pytest>=8.3', 'ruff>=0.12']
+
+EXTRAS = {
+  'test': TEST,
+  # Independent readers and models that the tests compare with. On Linux install the CPU build of
+  # torch first: the default wheel of a newer torch is a CUDA build of several GB.
+  'reference': [
+    'torch>=2.9,<2.14',
+    'transformers>=5.0,<6',
+    'compressed-tensors>=0.13',
+    'gguf>=0.17',
+  ],
+  'wandb': ['wandb>=0.20'],
+}
+
+setuptools.setup(
+  name='mimo',
+  version='0.1.0',
+  description='Reinforcement learning of language models whose samplers do not match the trainer.',
+  long_description=pathlib.Path(__file__).with_name('README.md').read_text(encoding='utf-8'),
+  long_description_content_type='text/markdown',
+  license='Apache-2.0',
+  python_requires='>=3.11',
+  packages=setuptools.find_packages(include=['mimo', 'mimo.*']),
+  package_data={
+    'mimo': ['py.typed', 'tasks/**/*.json', 'tasks/**/*.safetensors', 'tasks/**/*.txt']
+  },
+  install_requires=INSTALL,
+  extras_require=EXTRAS,
+)

@@ -1,0 +1,29 @@
+"""Settings for every test: 8 simulated devices, a compilation cache, skips that name an extra."""
+
+import importlib.util
+import os
+import pathlib
+
+_CACHE = pathlib.Path(__file__).parents[1] / '.cache' / 'jax'
+
+# Before jax is imported: the device count is read once, at the start of its CPU backend.
+_FLAG = '--xla_force_host_platform_device_count=8'
+if _FLAG not in os.environ.get('XLA_FLAGS', ''):
+  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}'.strip()
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
+os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.5')
+
+import pytest  # noqa: E402
+
+_EXTRAS = {'reference': ('torch', 'transformers', 'compressed_tensors', 'gguf')}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  for extra, modules in _EXTRAS.items():
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+      reason = f'needs {", ".join(missing)}: install the extra {extra!r}'
+      for item in items:
+        if extra in item.keywords:
+          item.add_marker(pytest.mark.skip(reason=reason))
