@@ -45,7 +45,6 @@ setuptools.setup(
   description='Reinforcement learning of language models whose samplers do not match the trainer.',
   long_description=pathlib.Path(__file__).with_name('README.md').read_text(encoding='utf-8'),
   long_description_content_type='text/markdown',
-  license='Apache-2.0',
   python_requires='>=3.11',
   packages=setuptools.find_packages(include=['mimo', 'mimo.*']),
   package_data={

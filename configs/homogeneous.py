@@ -1,0 +1,18 @@
+"""One bf16 pool: what is left of the mismatch is staleness and rounding.
+
+Runs:      configs/mixed.py with its three pools replaced by one of the same session count, which
+           serves bf16 weights and keeps a bf16 cache.
+Command:   python -m mimo.experiments.train --config=configs/homogeneous.py
+Arms:      configs/homogeneous.py:grpo and so on
+"""
+
+from ml_collections import config_dict
+
+from mimo.experiments import defaults
+
+
+def get_config(arm: str = 'sc_mis_topp') -> config_dict.ConfigDict:
+  config = defaults.base(arm)
+  config.pools.b200_bf16 = defaults.pool('B200', 'bf16', sessions=168, turns_per_hour=20000.0)
+  config.pools.b200_bf16.kv_cache_dtype = 'bf16'
+  return config

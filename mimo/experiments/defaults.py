@@ -1,0 +1,99 @@
+"""Every key of an experiment, with the value the `repair` runs use.
+
+A file of configs/ takes `base(arm)`, adds its pools and changes what it is about. At most 60
+leaves: what no experiment varies is a constant of its room.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+from ml_collections import config_dict
+
+
+def base(arm: str) -> config_dict.ConfigDict:
+  """Returns the defaults, unlocked and without pools."""
+  return config_dict.ConfigDict(
+    {
+      'arm': arm,  # grpo, tis, mis, sc, sc_tis, sc_mis, each also with _topp
+      'seed': 0,
+      'updates': 60,
+      'policy': '',  # a Hugging Face directory or an Orbax checkpoint; '' is the task's own
+      'task': 'repair',
+      'objective': {
+        'low': 0.5,  # the masked range of the ratio; `high` also truncates
+        'high': 5.0,
+      },
+      'sampling': {
+        'temperature': 1.0,
+        'top_p': 0.97,  # these two in the arms with _topp only; the others draw from everything
+        'top_k': 8,
+        'candidates': 16,  # recorded per token: twice the cap, so that ties at the cutoff fit
+      },
+      'rollouts': {
+        'schedule': 'async',  # or lockstep: no threads, a pure function of the seed
+        'prompts_per_update': 16,
+        'group_size': 8,
+        'in_flight_batches': 1.3,
+        'buffered_batches': 2,
+        'max_staleness_updates': config_dict.placeholder(int),  # no bound
+        'lag_updates': 1,  # lockstep only
+        'episode_timeout_secs': 120.0,
+      },
+      'trainer': {
+        'learning_rate': 3e-4,
+        'b1': 0.9,
+        'b2': 0.98,
+        'eps': 1e-8,
+        'weight_decay': 0.1,
+        'max_grad_norm': 1.0,
+        'warmup_updates': 2,
+        'compute_dtype': 'float32',  # weights are rounded to bf16 all the same
+        'remat': False,
+        'rows': 32,
+        'row_tokens': 128,
+        'row_trained_tokens': 64,
+        'head_chunk_tokens': 1024,
+        'mesh': {'data': 1, 'fsdp': 1, 'tensor': 1},
+      },
+      'pools': {},
+      'block_scale': 'amax',  # or four_over_six: how nvfp4 block scales are chosen
+      'evaluation': {'every_updates': 20, 'samples': 4, 'sessions': 64},
+      'checkpoints': {'every_updates': 20, 'keep': 2},
+      'wandb_project': '',  # '' logs nowhere but the work directory
+    }
+  )
+
+
+def pool(
+  accelerator: str, weight_format: str, *, sessions: int, turns_per_hour: float | None
+) -> config_dict.ConfigDict:
+  """Returns one pool: a native sampler that stands for replicas of one server configuration.
+
+  Args:
+    accelerator: a key of the price table, such as 'H100'.
+    weight_format: a format of the converter.
+    sessions: how many a replica decodes at a time.
+    turns_per_hour: what one replica serves, stated by whoever measured it; None prices nothing.
+  """
+  throughput = config_dict.placeholder(float)
+  config = config_dict.ConfigDict(
+    {
+      'accelerator': accelerator,
+      'gpus_per_replica': 1,
+      'format': weight_format,
+      'kv_cache_dtype': 'fp8',
+      'prefix_cache': 'keep',
+      'emulate_activations': True,
+      'sessions': sessions,
+      'turns_per_hour': throughput,
+    }
+  )
+  if turns_per_hour is not None:
+    config.turns_per_hour = turns_per_hour
+  return config
+
+
+def default_workdir(config_file: str) -> str:
+  """Returns runs/<name of the config>: where a run goes when --workdir is not given."""
+  return str(pathlib.Path('runs') / pathlib.Path(config_file.split(':')[0]).stem)

@@ -1,0 +1,112 @@
+"""A run's directory: its resolved configuration, its lock, and how often it was started.
+
+config.json     the resolved configuration
+incarnations    one line per start of the run
+metrics.jsonl   one record per update (telemetry)
+tensorboard/    event files (telemetry)
+checkpoints/    resumable state (weights)
+store/          published views (weights)
+report.html     the report (telemetry)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+# What a resumed run may change: how long it goes on and what is written meanwhile.
+_MAY_CHANGE = ('updates', 'evaluation', 'checkpoints', 'wandb_project')
+
+
+def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = '') -> list[str]:
+  """Returns the dotted keys whose values differ, in order."""
+  keys = []
+  for key in sorted({*a, *b}):
+    name = f'{prefix}{key}'
+    if key not in a or key not in b:
+      keys.append(name)
+    elif isinstance(a[key], Mapping) and isinstance(b[key], Mapping):
+      keys += differing_keys(a[key], b[key], f'{name}.')
+    elif a[key] != b[key]:
+      keys.append(name)
+  return keys
+
+
+def _write_atomically(path: pathlib.Path, text: str) -> None:
+  temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
+  with open(temporary, 'w', encoding='utf-8') as file:
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
+  os.replace(temporary, path)
+
+
+class Workdir:
+  """Owns a run's directory while the process lives.
+
+  Raises ValueError when another process runs in it, when it holds a run of another configuration,
+  or when it is some other directory with files in it; OSError when it cannot be written.
+  """
+
+  def __init__(self, path: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
+    self.path = pathlib.Path(path).resolve()
+    known = self._check_existing(config)
+    self.path.mkdir(parents=True, exist_ok=True)
+    self._lock = self._take_lock()
+    if not known or self._config != dict(config):
+      _write_atomically(self.path / 'config.json', json.dumps(config, indent=2) + '\n')
+    with open(self.path / 'incarnations', 'a+', encoding='utf-8') as file:
+      file.seek(0)
+      self.incarnation = len(file.readlines())
+      file.write(time.strftime('%Y-%m-%dT%H:%M:%SZ\n', time.gmtime()))
+
+  def _check_existing(self, config: Mapping[str, Any]) -> bool:
+    """Refuses a directory that this run must not write in, before anything is written."""
+    if self.path.exists() and not self.path.is_dir():
+      raise ValueError(f'{self.path} is a file; expected a directory to work in')
+    file = self.path / 'config.json'
+    if not file.exists():
+      # Only what a start that died before its configuration was written can have left.
+      stray = (
+        [p.name for p in self.path.iterdir() if p.name != 'lock' and p.name[0] != '.']
+        if (self.path.is_dir())
+        else []
+      )
+      if stray:
+        raise ValueError(
+          f'{self.path} holds {sorted(stray)[0]!r} and no config.json; expected an empty directory '
+          'or that of an earlier start of this run'
+        )
+      return False
+    try:
+      self._config = json.loads(file.read_text(encoding='utf-8'))
+    except ValueError as error:
+      raise ValueError(
+        f'{file} is not JSON ({error}); expected the configuration of a run'
+      ) from None
+    differing = [
+      key for key in differing_keys(self._config, config) if key.split('.')[0] not in _MAY_CHANGE
+    ]
+    if differing:
+      raise ValueError(
+        f'{self.path} holds a run whose {differing[0]} differs; expected the same configuration, '
+        'or another --workdir'
+      )
+    return True
+
+  def _take_lock(self) -> TextIO:
+    lock = open(self.path / 'lock', 'a', encoding='utf-8')  # noqa: SIM115 (held until close)
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      lock.close()
+      raise ValueError(f'{self.path} is in use by another process; expected a free one') from None
+    return lock
+
+  def close(self) -> None:
+    self._lock.close()
