@@ -1,0 +1,65 @@
+"""Which replica takes a session: pure functions of counts, or of the seed.
+
+A session stays where it is put. Capacities are concurrent sessions, one number per replica; the
+index returned is the replica's place in that sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+
+def least_loaded(
+  in_use: Sequence[int], capacity: Sequence[int], avoid: Collection[int] = ()
+) -> int | None:
+  """Returns the replica with the largest free share of its sessions, or None when all are full.
+
+  Shares are compared exactly, as fractions; a tie goes to the first. Replicas in `avoid` are left
+  out, unless they are all there is.
+  """
+  allowed = [r for r in range(len(capacity)) if r not in avoid] or list(range(len(capacity)))
+  best: int | None = None
+  for r in allowed:
+    free = capacity[r] - in_use[r]
+    if free <= 0:
+      continue
+    # free / capacity > best's, without division.
+    if best is None or free * capacity[best] > (capacity[best] - in_use[best]) * capacity[r]:
+      best = r
+  return best
+
+
+def table(capacity: Sequence[int]) -> tuple[int, ...]:
+  """Returns replicas laid out in proportion to their sessions and as evenly as can be.
+
+  Replica r occurs capacity[r] / gcd(capacity) times; any run of the table holds each in about its
+  proportion (smooth weighted round robin: each step the replica furthest behind its share).
+
+  Raises ValueError when there is no replica, or one with no session.
+  """
+  if not capacity or min(capacity) < 1:
+    raise ValueError(f'sessions per replica are {list(capacity)}; expected at least 1 each')
+  divisor = math.gcd(*capacity)
+  weights = [c // divisor for c in capacity]
+  total = sum(weights)
+  credit = [0] * len(weights)
+  out = []
+  for _ in range(total):
+    credit = [c + w for c, w in zip(credit, weights, strict=True)]
+    chosen = max(range(len(credit)), key=lambda r: (credit[r], -r))
+    credit[chosen] -= total
+    out.append(chosen)
+  return tuple(out)
+
+
+def fixed(table: Sequence[int], *, seed: int, update: int, group: int, member: int) -> int:
+  """Returns the replica of one session, a function of nothing but the arguments.
+
+  A group starts at a place of the table drawn from (seed, update, group), and its members take the
+  places that follow, so that a group meets the pools in about their proportion.
+  """
+  start = int(np.random.SeedSequence([seed, update, group]).generate_state(1, np.uint64)[0])
+  return table[(start + member) % len(table)]
