@@ -1,0 +1,65 @@
+"""The study's arms by name: corrections, advantage rule, and how the samplers draw."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+
+from mimo.objectives.correction import Correction
+
+# The study's range for the trainer/sampler ratio. Truncation shares its upper end.
+LOW = 0.5
+HIGH = 5.0
+
+_IMPORTANCE = {'grpo': 'none', 'sc': 'none', 'tis': 'truncated', 'mis': 'masked'}
+_BASES = ('grpo', 'tis', 'mis', 'sc', 'sc_tis', 'sc_mis')
+_TOPP = '_topp'
+
+ARMS = _BASES + tuple(base + _TOPP for base in _BASES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """One arm of the study.
+
+  Attributes:
+    name: as in `ARMS`.
+    correction: what the loss corrects.
+    advantage: a rule of `advantages`, 'group_mean' or 'group_mean_std'.
+    topp: whether samplers draw from their nucleus (top-p 0.97 within the 64 most likely tokens in
+      the study); the loss then replays it.
+  """
+
+  name: str
+  correction: Correction
+  advantage: str
+  topp: bool
+
+
+def arm(name: str) -> Arm:
+  """Returns the arm called `name`, one of `ARMS`.
+
+  `grpo`, `tis` and `mis` divide advantages by the group's standard deviation; `sc`, `sc_tis` and
+  `sc_mis` centre scores and only subtract the group's mean. The suffix `_topp` adds replay.
+
+  Raises:
+    ValueError: an unknown name; the message holds the nearest one.
+  """
+  if name not in ARMS:
+    near = difflib.get_close_matches(str(name), ARMS, n=1, cutoff=0.0)[0]
+    raise ValueError(f'arm is {name!r}; expected one of {ARMS}; the nearest is {near!r}')
+  base = name.removesuffix(_TOPP)
+  center = base.startswith('sc')
+  topp = name.endswith(_TOPP)
+  return Arm(
+    name=name,
+    correction=Correction(
+      importance=_IMPORTANCE[base.removeprefix('sc_')],
+      low=LOW,
+      high=HIGH,
+      center=center,
+      replay=topp,
+    ),
+    advantage='group_mean' if center else 'group_mean_std',
+    topp=topp,
+  )
