@@ -1,0 +1,104 @@
+"""Fake quantisation of what enters a projection, and of keys and values.
+
+Values are rounded as a low-precision server rounds them and then computed with in the compute
+dtype, so that a sampler on any hardware shows the error of its format. Scales are float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import chex
+import jax
+import jax.numpy as jnp
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+NVFP4_BLOCK = 16
+KINDS = ('fp8_token', 'nvfp4')
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationQuant:
+  """How activations are rounded before each quantisable projection.
+
+  Attributes:
+    kind: 'fp8_token' (dynamic) or 'nvfp4' (calibrated).
+    scales: for nvfp4, a projection's path in the parameter dict -> [L] float32, the
+      `input_global_scale` of each layer; None for fp8_token.
+  """
+
+  kind: str
+  scales: Mapping[tuple[str, ...], jax.Array] | None = None
+
+
+# The kind is part of the trace and the scales are data, so new scales do not compile again.
+jax.tree_util.register_dataclass(ActivationQuant, data_fields=['scales'], meta_fields=['kind'])
+
+
+def check_activation_quant(quant: ActivationQuant) -> None:
+  """Raises ValueError for an unknown kind, or for scales that the kind has no use for or lacks."""
+  if quant.kind not in KINDS:
+    raise ValueError(f'activation quantisation is {quant.kind!r}; expected one of {list(KINDS)}')
+  if (quant.kind == 'nvfp4') != (quant.scales is not None):
+    got = 'none' if quant.scales is None else f'{len(quant.scales)}'
+    expected = 'one per projection' if quant.kind == 'nvfp4' else 'none'
+    raise ValueError(f'{quant.kind} got scales: {got}; expected {expected}')
+
+
+def fp8_token(x: jax.Array) -> jax.Array:
+  """Rounds each row to e4m3 with a scale of its own.
+
+  scale = amax / 448;  y = e4m3(x / scale) * scale
+
+  Args:
+    x: [..., D] float.
+
+  Returns:
+    [..., D], the dtype of `x`.
+  """
+  wide = x.astype(jnp.float32)
+  amax = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
+  # A row of zeros has no scale of its own: any finite one returns zeros.
+  scale = jnp.where(amax > 0, amax / E4M3_MAX, 1.0)
+  return (_e4m3(wide / scale) * scale).astype(x.dtype)
+
+
+def nvfp4(x: jax.Array, global_scale: jax.Array) -> jax.Array:
+  """Rounds blocks of 16 to e2m1 with e4m3 scales, under a calibrated global scale.
+
+  s = e4m3(global * amax_block / 6);  y = e2m1(x * global / s) * s / global
+
+  Source: the NVFP4 layout of compressed-tensors, where `global` is a divisor, 448 * 6 / amax.
+
+  Args:
+    x: [..., D] float, D a multiple of 16.
+    global_scale: [] float32.
+
+  Returns:
+    [..., D], the dtype of `x`.
+  """
+  if x.shape[-1] % NVFP4_BLOCK:
+    raise ValueError(
+      f'nvfp4 activations have {x.shape[-1]} features; expected a multiple of {NVFP4_BLOCK}'
+    )
+  chex.assert_shape(global_scale, ())
+  blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, NVFP4_BLOCK)
+  amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+  scale = _e4m3(global_scale * amax / E2M1_MAX) / global_scale
+  quotient = jnp.where(scale > 0, blocks / jnp.where(scale > 0, scale, 1.0), 0.0)
+  clipped = jnp.clip(quotient, -E2M1_MAX, E2M1_MAX)
+  rounded = clipped.astype(jnp.float4_e2m1fn).astype(jnp.float32)
+  return (rounded * scale).reshape(x.shape).astype(x.dtype)
+
+
+def fp8_static(x: jax.Array) -> jax.Array:
+  """Rounds to e4m3 with scale 1, as an fp8 key-value cache does. The dtype is kept."""
+  return _e4m3(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def _e4m3(x: jax.Array) -> jax.Array:
+  # e4m3fn has no infinity, and a cast beyond its range gives NaN.
+  clipped = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
+  return clipped.astype(jnp.float8_e4m3fn).astype(jnp.float32)
