@@ -1,8 +1,6 @@
 """What one update is told of, as a flat dict of named scalars and a few histograms.
 
-Names are paths: `train/...` is the trainer's and the objective's over all tokens,
-`source/<pool>/...` the same of one pool's tokens, `rollout/...` the episodes trained on,
-`eval/<split>/...` an evaluation, `cost/...` the ledger. Ratios are divided here or before, once.
+`mimo.telemetry.names` says how scalars are named.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mimo.telemetry import names
 from mimo.telemetry.writers import Histogram
 from mimo.types import EpisodeEnd, FinishReason, Group, Trajectory
 
@@ -38,9 +37,37 @@ def flatten(prefix: str, tree: Mapping[str, Any]) -> dict[str, float]:
   return out
 
 
-def merge(sums: Sequence[tuple[float, float]]) -> float:
-  """Divides once: sum of totals over sum of counts, of (total, count) pairs; NaN of nothing."""
-  return _ratio(sum(total for total, _ in sums), sum(count for _, count in sums))
+def objective_metrics(
+  overall: Mapping[str, Any], by_source: Mapping[str, Any], sources: Sequence[str]
+) -> dict[str, float]:
+  """Names the objective's diagnostics, over all tokens and by source.
+
+  Args:
+    overall: scalars, already divided.
+    by_source: the same leaves, [num_sources]; a source without tokens has nothing to say and is
+      left out.
+    sources: the pools' names, in the order of the leaves.
+
+  Returns:
+    `train/<leaf>` and `source/<pool>/<leaf>`, with the two masked shares added up.
+
+  Raises:
+    ValueError: a leaf has another length than `sources`.
+  """
+  out = flatten('train', _with_masked(overall))
+  for name, leaf in by_source.items():
+    if np.shape(leaf) != (len(sources),):
+      raise ValueError(f'{name} has shape {np.shape(leaf)}; expected one value of each {sources}')
+  for i, pool in enumerate(sources):
+    if by_source[names.TOKENS][i] > 0:
+      leaves = {name: leaf[i] for name, leaf in by_source.items()}
+      out |= flatten(f'source/{pool}', _with_masked(leaves))
+  return out
+
+
+def _with_masked(leaves: Mapping[str, Any]) -> dict[str, Any]:
+  low, high = leaves[names.MASKED_LOW], leaves[names.MASKED_HIGH]
+  return {**leaves, names.MASKED_SHARE: low + high}
 
 
 def staleness(trajectory: Trajectory, update: int, update_of: Mapping[int, int]) -> np.ndarray:

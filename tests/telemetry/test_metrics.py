@@ -51,9 +51,20 @@ def test_flatten():
     metrics.flatten('train', {'v': np.zeros(2)})
 
 
-def test_merge_divides_once():
-  assert metrics.merge([(1.0, 1), (0.0, 3)]) == 0.25
-  assert math.isnan(metrics.merge([(0.0, 0)]))
+def test_objective_metrics_name_every_leaf_and_leave_out_silent_sources():
+  overall = {'tokens': 4.0, 'kl': 0.5, 'masked_low': 0.25, 'masked_high': 0.5}
+  by_source = {
+    'tokens': np.array([4.0, 0.0]),
+    'kl': np.array([0.5, 0.0]),
+    'masked_low': np.array([0.25, 0.0]),
+    'masked_high': np.array([0.5, 0.0]),
+  }
+  got = metrics.objective_metrics(overall, by_source, ['a', 'b'])
+  leaves = {'tokens': 4, 'kl': 0.5, 'masked_low': 0.25, 'masked_high': 0.5, 'masked_share': 0.75}
+  want = {f'train/{name}': value for name, value in leaves.items()}
+  assert got == want | {f'source/a/{name}': value for name, value in leaves.items()}
+  with pytest.raises(ValueError, match=r'tokens has shape \(2,\); expected one value of each'):
+    metrics.objective_metrics(overall, by_source, ['a'])
 
 
 def test_staleness_by_token():
