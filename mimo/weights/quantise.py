@@ -1,0 +1,278 @@
+"""Encoders and decoders of quantised weights, on numpy arrays.
+
+A weight is a matrix [out, in] in bfloat16, as Hugging Face checkpoints hold it; its encoding is a
+dict from tensor suffix (`weight_packed`, `weight_scale`, ...) to array. Arithmetic is float32, and
+decoding takes the steps of the compressed-tensors library in its order, so that both give the same
+bits.
+
+Largest magnitudes are 448 (e4m3) and 6 (e2m1). A cast above 448 gives NaN, so values are clipped
+first. Formats and conventions: `mimo.weights.formats`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import ml_dtypes
+import numpy as np
+
+from mimo.weights import formats
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E2M1 = np.dtype(ml_dtypes.float4_e2m1fn)
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+# The smallest block scale. A smaller one would round to zero, and the block with it.
+E4M3_TINY = float(ml_dtypes.finfo(E4M3).smallest_subnormal)
+F32_TINY = float(np.finfo(np.float32).tiny)
+
+_E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
+_E2M1_VALUES = np.arange(16, dtype=np.uint8).view(E2M1).astype(np.float32)
+# Byte -> the pair of values it packs.
+_E2M1_PAIRS = np.stack(
+  [_E2M1_VALUES[np.arange(256) & 15], _E2M1_VALUES[np.arange(256) >> 4]], axis=1
+)
+
+
+def encode(
+  name: str,
+  weights: Sequence[np.ndarray],
+  *,
+  block_scale: str = 'amax',
+  input_scale: float | None = None,
+) -> list[dict[str, np.ndarray]]:
+  """Encodes the weights of one fuse group, which share their nvfp4 global scale.
+
+  Args:
+    name: the format.
+    weights: each [out, in] bfloat16; one alone where a weight is not fused.
+    block_scale: how nvfp4 block scales are chosen, 'amax' or 'four_over_six'.
+    input_scale: the calibrated `input_global_scale` of nvfp4_w4a4.
+
+  Returns:
+    One dict of suffix -> array per weight.
+
+  Raises:
+    ValueError: an unknown format or rule, a shape that the format can't hold, or a missing
+      input scale.
+  """
+  form = formats.get_format(name)
+  formats.check_block_scale(block_scale)
+  for weight in weights:
+    _check_weight(weight)
+  if name == 'bf16':
+    return [{'weight': weight} for weight in weights]
+  if name == 'fp8_channel':
+    return [encode_fp8_channel(weight) for weight in weights]
+  if name == 'fp8_block':
+    return [encode_fp8_block(weight, fused=len(weights) > 1) for weight in weights]
+  encoded = encode_nvfp4(weights, block_scale=block_scale)
+  if 'input_global_scale' in form.suffixes:
+    if input_scale is None:
+      raise ValueError(f'{name} needs a calibrated input_global_scale; got none')
+    if not (np.isfinite(input_scale) and input_scale > 0):
+      raise ValueError(f'input_global_scale is {input_scale}; expected a positive finite number')
+    for parts in encoded:
+      parts['input_global_scale'] = np.array([input_scale], np.float32)
+  return encoded
+
+
+def decode(name: str, parts: Mapping[str, np.ndarray]) -> np.ndarray:
+  """Returns the weight [out, in] bfloat16 that `parts` (suffix -> array) holds.
+
+  Raises ValueError where a part's dtype or shape is not the format's.
+  """
+  formats.get_format(name)
+  if name == 'bf16':
+    _expect(parts, 'weight', BF16)
+    return parts['weight']
+  if name == 'fp8_channel':
+    return decode_fp8_channel(parts)
+  if name == 'fp8_block':
+    return decode_fp8_block(parts)
+  return decode_nvfp4(parts)
+
+
+def encode_fp8_channel(weight: np.ndarray) -> dict[str, np.ndarray]:
+  """w ~ e4m3 * weight_scale, weight_scale = amax of the row / 448."""
+  values = weight.astype(np.float32)
+  scale = _fp8_scale(np.abs(values).max(axis=1, keepdims=True))
+  return {'weight': _to_e4m3(values / scale), 'weight_scale': scale}
+
+
+def decode_fp8_channel(parts: Mapping[str, np.ndarray]) -> np.ndarray:
+  """Inverse of `encode_fp8_channel`, to bfloat16."""
+  weight = _expect(parts, 'weight', E4M3)
+  scale = _expect(parts, 'weight_scale', None, (weight.shape[0], 1))
+  return (_from_e4m3(weight) * scale.astype(np.float32)).astype(BF16)
+
+
+def encode_fp8_block(weight: np.ndarray, *, fused: bool = False) -> dict[str, np.ndarray]:
+  """w ~ e4m3 * weight_scale_inv, weight_scale_inv = amax of the 128 x 128 block / 448.
+
+  Raises ValueError for a fused part whose rows are no multiple of 128: a server that lays the
+  parts on top of each other could not tell which rows a block's scale covers.
+  """
+  rows, columns = weight.shape
+  if fused and rows % formats.BLOCK:
+    raise ValueError(
+      f'fp8_block needs the rows of fused parts to be multiples of {formats.BLOCK}; got {rows} '
+      '(fp8_channel has no such rule)'
+    )
+  blocks = _blocks(weight.astype(np.float32))
+  scale = _fp8_scale(np.abs(blocks).max(axis=(1, 3)))
+  scaled = (blocks / scale[:, None, :, None]).reshape(blocks.shape[0] * formats.BLOCK, -1)
+  return {'weight': _to_e4m3(scaled[:rows, :columns]), 'weight_scale_inv': scale}
+
+
+def decode_fp8_block(parts: Mapping[str, np.ndarray]) -> np.ndarray:
+  """Inverse of `encode_fp8_block`, to bfloat16."""
+  weight = _expect(parts, 'weight', E4M3)
+  rows, columns = weight.shape
+  grid = (-(-rows // formats.BLOCK), -(-columns // formats.BLOCK))
+  scale = _expect(parts, 'weight_scale_inv', None, grid).astype(np.float32)
+  blocks = _blocks(_from_e4m3(weight)) * scale[:, None, :, None]
+  full = blocks.reshape(blocks.shape[0] * formats.BLOCK, -1)
+  return full[:rows, :columns].astype(BF16)
+
+
+def global_scale(amax: float) -> np.float32:
+  """448 * 6 / amax, the divisor that lets block scales use all of e4m3's range.
+
+  1 where that is not a finite number, so that tensors of zeros stay zeros.
+  """
+  with np.errstate(divide='ignore', over='ignore'):
+    scale = np.float32(E4M3_MAX * E2M1_MAX) / np.float32(amax)
+  return scale if np.isfinite(scale) else np.float32(1.0)
+
+
+def encode_nvfp4(
+  weights: Sequence[np.ndarray], *, block_scale: str = 'amax'
+) -> list[dict[str, np.ndarray]]:
+  """w ~ e2m1 * weight_scale / weight_global_scale, for weights that share the global scale.
+
+  The block scale maps the largest magnitude of 16 elements to 6 ('amax'), or to whichever of 6
+  and 4 gives the smaller squared error ('four_over_six': at 4, the values between are spaced more
+  evenly). The global scale is 448 * 6 / amax under both rules, so blocks within a third of the
+  group's largest value have no room to map to 4 exactly: their scale saturates at 448.
+
+  Raises ValueError where the columns are no multiple of 16.
+  """
+  values = [weight.astype(np.float32) for weight in weights]
+  for value in values:
+    if value.shape[1] % formats.GROUP:
+      raise ValueError(
+        f'nvfp4 needs the columns to be a multiple of {formats.GROUP}; got {value.shape[1]}'
+      )
+  shared = global_scale(max(float(np.abs(value).max(initial=0.0)) for value in values))
+  return [_encode_nvfp4(value, shared, block_scale) for value in values]
+
+
+def decode_nvfp4(parts: Mapping[str, np.ndarray]) -> np.ndarray:
+  """Inverse of `encode_nvfp4`, to bfloat16."""
+  packed = _expect(parts, 'weight_packed', np.dtype(np.uint8))
+  rows, columns = packed.shape[0], packed.shape[1] * 2
+  stored = _expect(parts, 'weight_scale', E4M3, (rows, columns // formats.GROUP))
+  shared = _expect(parts, 'weight_global_scale', np.dtype(np.float32), (1,))
+  if not (np.isfinite(shared[0]) and shared[0] > 0):
+    raise ValueError(f'weight_global_scale is {shared[0]}; expected a positive finite number')
+  scale = _from_e4m3(stored) / shared
+  values = _unpack(packed).reshape(rows, -1, formats.GROUP) * scale[:, :, None]
+  return values.reshape(rows, columns).astype(BF16)
+
+
+def _encode_nvfp4(values: np.ndarray, shared: np.float32, rule: str) -> dict[str, np.ndarray]:
+  rows, columns = values.shape
+  blocks = values.reshape(rows, -1, formats.GROUP)
+  amax = np.abs(blocks).max(axis=2)
+  stored = _block_scale(amax / np.float32(E2M1_MAX) * shared)
+  codes = _to_e2m1(blocks, stored, shared)
+  if rule == 'four_over_six':
+    other = _block_scale(amax / np.float32(4.0) * shared)
+    other_codes = _to_e2m1(blocks, other, shared)
+    better = _block_error(blocks, other_codes, other, shared) < _block_error(
+      blocks, codes, stored, shared
+    )
+    stored = np.where(better, other, stored)
+    codes = np.where(better[:, :, None], other_codes, codes)
+  nibbles = codes.reshape(rows, columns)
+  return {
+    'weight_packed': nibbles[:, 0::2] | (nibbles[:, 1::2] << 4),
+    'weight_scale': stored,
+    'weight_global_scale': np.array([shared], np.float32),
+  }
+
+
+def _block_scale(scale: np.ndarray) -> np.ndarray:
+  return np.clip(scale, E4M3_TINY, E4M3_MAX).astype(E4M3)
+
+
+def _to_e2m1(blocks: np.ndarray, stored: np.ndarray, shared: np.float32) -> np.ndarray:
+  """Returns the e2m1 codes of blocks [out, G, 16] under scales [out, G] e4m3, uint8."""
+  scaled = blocks / (_from_e4m3(stored) / shared)[:, :, None]
+  return np.clip(scaled, -E2M1_MAX, E2M1_MAX).astype(E2M1).view(np.uint8) & np.uint8(15)
+
+
+def _block_error(
+  blocks: np.ndarray, codes: np.ndarray, stored: np.ndarray, shared: np.float32
+) -> np.ndarray:
+  """Returns the squared error of each block [out, G]."""
+  decoded = _E2M1_VALUES[codes] * (_from_e4m3(stored) / shared)[:, :, None]
+  return np.square(decoded - blocks).sum(axis=2)
+
+
+def _unpack(packed: np.ndarray) -> np.ndarray:
+  """Returns the e2m1 values [out, in] float32 of bytes [out, in / 2], low nibble first."""
+  return np.take(_E2M1_PAIRS, packed, axis=0).reshape(packed.shape[0], -1)
+
+
+def _fp8_scale(amax: np.ndarray) -> np.ndarray:
+  """amax / 448, and 1 where there is nothing to scale."""
+  scale = np.maximum(amax / np.float32(E4M3_MAX), np.float32(F32_TINY))
+  return np.where(amax > 0, scale, np.float32(1.0))
+
+
+def _to_e4m3(values: np.ndarray) -> np.ndarray:
+  return np.clip(values, -E4M3_MAX, E4M3_MAX).astype(E4M3)
+
+
+def _from_e4m3(values: np.ndarray) -> np.ndarray:
+  return np.take(_E4M3_VALUES, values.view(np.uint8))
+
+
+def _blocks(values: np.ndarray) -> np.ndarray:
+  """Returns [rows / 128, 128, columns / 128, 128], padded with zeros."""
+  rows, columns = values.shape
+  pad = (-rows % formats.BLOCK, -columns % formats.BLOCK)
+  if any(pad):
+    values = np.pad(values, ((0, pad[0]), (0, pad[1])))
+  return values.reshape(-1, formats.BLOCK, values.shape[1] // formats.BLOCK, formats.BLOCK)
+
+
+def _check_weight(weight: np.ndarray) -> None:
+  if weight.dtype != BF16 or weight.ndim != 2 or not weight.size:
+    raise ValueError(
+      f'weight is {weight.dtype} {list(weight.shape)}; expected a bfloat16 matrix [out, in]'
+    )
+
+
+def _expect(
+  parts: Mapping[str, np.ndarray],
+  suffix: str,
+  dtype: np.dtype | None,
+  shape: tuple[int, ...] | None = None,
+) -> np.ndarray:
+  """Returns the part of that suffix, of that dtype (None: any float) and shape (None: a matrix)."""
+  if suffix not in parts:
+    raise ValueError(f'{suffix} is missing; got {sorted(parts)}')
+  array = parts[suffix]
+  allowed = (np.dtype(np.float32), BF16) if dtype is None else (dtype,)
+  if array.dtype not in allowed:
+    raise ValueError(f'{suffix} is {array.dtype}; expected {" or ".join(map(str, allowed))}')
+  if shape is None and array.ndim != 2:
+    raise ValueError(f'{suffix} has shape {list(array.shape)}; expected a matrix')
+  if shape is not None and array.shape != shape:
+    raise ValueError(f'{suffix} has shape {list(array.shape)}; expected {list(shape)}')
+  return array

@@ -1,0 +1,239 @@
+"""Where publications live: immutable blobs with checksums, and one pointer per view.
+
+`Store` is the port; `FileStore` keeps everything under one directory of an ordinary file system:
+
+    <root>/blobs/<key>          written once, read-only
+    <root>/pointers/<name>      small texts, replaced by compare-and-swap
+    <root>/locks/<name>         one lock file per pointer
+    <root>/scratch/             files on their way in
+
+A blob's bytes are on disk before its name exists, and a name never changes its content. A key is
+a relative path, so a set of blobs under one prefix is an ordinary directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+_KEY = re.compile(r'[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*')
+_CHUNK_BYTES = 1 << 20
+_SWEEP_SECS = 86400.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blob:
+  """What is known of a blob's content."""
+
+  sha256: str
+  size_bytes: int
+
+
+class Store(Protocol):
+  """Immutable blobs and compare-and-swap pointers.
+
+  Writing a key again with the same content changes nothing; with other content it raises
+  ValueError. Reading an absent key raises KeyError. What IO can raise (OSError) it raises.
+  """
+
+  @property
+  def scratch(self) -> pathlib.Path:
+    """A local directory for files that `adopt` will take; it exists."""
+
+  def write(self, key: str, content: bytes) -> Blob:
+    """Stores bytes durably under a key."""
+
+  def adopt(self, key: str, path: pathlib.Path) -> Blob:
+    """Stores a file durably under a key; the caller must not change the file afterwards."""
+
+  def read(self, key: str) -> bytes: ...
+
+  def exists(self, key: str) -> bool: ...
+
+  def list(self, prefix: str) -> list[str]:
+    """Returns the keys under `prefix/`, sorted."""
+
+  def delete(self, prefix: str) -> None:
+    """Removes the key `prefix` and every key under it; absent ones are ignored."""
+
+  def local_path(self, prefix: str) -> pathlib.Path:
+    """Returns a local file or directory with the content of a key or of the keys under it."""
+
+  def pointer(self, name: str) -> str | None:
+    """Returns a pointer's text, or None before its first swap."""
+
+  def swap(self, name: str, expected: str | None, new: str) -> bool:
+    """Sets a pointer durably if its text is `expected`; returns whether it was."""
+
+
+class FileStore:
+  """A `Store` on a local or shared POSIX file system (rename, hard link and flock)."""
+
+  def __init__(self, root: str | os.PathLike[str]):
+    self.root = pathlib.Path(root)
+    self._blobs = self.root / 'blobs'
+    self._pointers = self.root / 'pointers'
+    self._locks = self.root / 'locks'
+    for directory in (self._blobs, self._pointers, self._locks, self.scratch):
+      directory.mkdir(parents=True, exist_ok=True)
+    self._sweep()
+
+  @property
+  def scratch(self) -> pathlib.Path:
+    return self.root / 'scratch'
+
+  def write(self, key: str, content: bytes) -> Blob:
+    self._blob_path(key)
+    handle, name = tempfile.mkstemp(dir=self.scratch)
+    try:
+      with os.fdopen(handle, 'wb') as file:
+        file.write(content)
+      return self.adopt(key, pathlib.Path(name))
+    finally:
+      pathlib.Path(name).unlink(missing_ok=True)
+
+  def adopt(self, key: str, path: pathlib.Path) -> Blob:
+    target = self._blob_path(key)
+    if target.is_dir():
+      raise ValueError(f'{key}: other keys lie under it; expected a key of its own')
+    if not self._same_device(path):
+      return self._copy_in(key, path)
+    blob = hash_file(path)
+    path.chmod(0o444)
+    sync(path)
+    self._make_directories(target.parent)
+    try:
+      os.link(path, target)
+    except FileExistsError:
+      if hash_file(target) != blob:
+        raise ValueError(f'{key} is stored with other content; blobs never change') from None
+    sync(target.parent)
+    return blob
+
+  def read(self, key: str) -> bytes:
+    try:
+      return self._blob_path(key).read_bytes()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+      raise KeyError(f'{key} is not in the store at {self.root}') from None
+
+  def exists(self, key: str) -> bool:
+    return self._blob_path(key).is_file()
+
+  def list(self, prefix: str) -> list[str]:
+    directory = self._blob_path(prefix) if prefix else self._blobs
+    files = (path for path in directory.rglob('*') if path.is_file())
+    return sorted(path.relative_to(self._blobs).as_posix() for path in files)
+
+  def delete(self, prefix: str) -> None:
+    path = self._blob_path(prefix)
+    if path.is_dir():
+      # Renamed first, so that nobody sees half of it.
+      doomed = pathlib.Path(tempfile.mkdtemp(dir=self.scratch))
+      with contextlib.suppress(FileNotFoundError):
+        path.rename(doomed / path.name)
+      shutil.rmtree(doomed, ignore_errors=True)
+    else:
+      path.unlink(missing_ok=True)
+
+  def local_path(self, prefix: str) -> pathlib.Path:
+    path = self._blob_path(prefix)
+    if not path.exists():
+      raise KeyError(f'{prefix} is not in the store at {self.root}')
+    return path
+
+  def pointer(self, name: str) -> str | None:
+    try:
+      return self._pointer_path(name).read_text(encoding='utf-8')
+    except FileNotFoundError:
+      return None
+
+  def swap(self, name: str, expected: str | None, new: str) -> bool:
+    target = self._pointer_path(name)
+    with self._locked(name):
+      if self.pointer(name) != expected:
+        return False
+      handle, written = tempfile.mkstemp(dir=self.scratch)
+      try:
+        with os.fdopen(handle, 'w', encoding='utf-8') as file:
+          file.write(new)
+          file.flush()
+          os.fsync(file.fileno())
+        os.replace(written, target)
+      finally:
+        pathlib.Path(written).unlink(missing_ok=True)
+      sync(target.parent)
+      return True
+
+  def _sweep(self) -> None:
+    # What writers that were killed left behind: no file takes a day to come in.
+    for path in self.scratch.iterdir():
+      with contextlib.suppress(FileNotFoundError):
+        if time.time() - path.stat().st_mtime > _SWEEP_SECS:
+          shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+  @contextlib.contextmanager
+  def _locked(self, name: str) -> Iterator[None]:
+    # A lock belongs to this open file, so it holds against threads as well as processes, and a
+    # killed holder lets go of it.
+    with open(self._locks / name, 'a', encoding='utf-8') as file:
+      fcntl.flock(file, fcntl.LOCK_EX)
+      yield
+
+  def _blob_path(self, key: str) -> pathlib.Path:
+    return self._blobs / _checked(key)
+
+  def _pointer_path(self, name: str) -> pathlib.Path:
+    if '/' in name:
+      raise ValueError(f'pointer name {name!r} has a slash; expected a plain name')
+    return self._pointers / _checked(name)
+
+  def _make_directories(self, directory: pathlib.Path) -> None:
+    missing = []
+    while not directory.exists():
+      missing.append(directory)
+      directory = directory.parent
+    for path in reversed(missing):
+      path.mkdir(exist_ok=True)
+      sync(path.parent)
+
+  def _same_device(self, path: pathlib.Path) -> bool:
+    return path.stat().st_dev == self._blobs.stat().st_dev
+
+  def _copy_in(self, key: str, path: pathlib.Path) -> Blob:
+    with tempfile.TemporaryDirectory(dir=self.scratch) as directory:
+      return self.adopt(key, pathlib.Path(shutil.copyfile(path, f'{directory}/copy')))
+
+
+def hash_file(path: pathlib.Path) -> Blob:
+  """Returns a file's checksum and size."""
+  digest, size = hashlib.sha256(), 0
+  with open(path, 'rb') as file:
+    while chunk := file.read(_CHUNK_BYTES):
+      digest.update(chunk)
+      size += len(chunk)
+  return Blob(digest.hexdigest(), size)
+
+
+def sync(path: pathlib.Path) -> None:
+  """Has the operating system write a file's bytes, or a directory's names, to disk."""
+  handle = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(handle)
+  finally:
+    os.close(handle)
+
+
+def _checked(key: str) -> str:
+  if not _KEY.fullmatch(key):
+    raise ValueError(f'key {key!r} is not a relative path of letters, digits, ".", "_" and "-"')
+  return key
