@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ class Bucket:
 
 
 class MicroBatch(NamedTuple):
-  """What one micro-step is given. Host arrays until the trainer places them.
+  """What one micro-step is given. numpy arrays until the trainer places them on devices.
 
   Attributes:
     tokens: [R, L] int32, 0 where there is padding.
@@ -55,18 +55,18 @@ class MicroBatch(NamedTuple):
     source: [R, M] int32, an index into the names that `pack` was given.
   """
 
-  tokens: np.ndarray
-  segment_ids: np.ndarray
-  positions: np.ndarray
-  predict: np.ndarray
-  targets: np.ndarray
-  mask: np.ndarray
-  logp_sampler: np.ndarray
-  candidate_ids: np.ndarray
-  candidate_logps: np.ndarray
-  full_support: np.ndarray
-  adv: np.ndarray
-  source: np.ndarray
+  tokens: Any
+  segment_ids: Any
+  positions: Any
+  predict: Any
+  targets: Any
+  mask: Any
+  logp_sampler: Any
+  candidate_ids: Any
+  candidate_logps: Any
+  full_support: Any
+  adv: Any
+  source: Any
 
 
 class Placement(NamedTuple):
@@ -162,7 +162,7 @@ def pack(
   micro: list[MicroBatch] = []
   placements: list[Placement | None] = [None] * len(trajectories)
   for bucket, rows in _cut(_fill(trajectories, buckets), buckets):
-    batch = _empty(bucket, num_candidates)
+    batch = empty_micro_batch(bucket, num_candidates)
     for r, row in enumerate(rows):
       at = Placement(len(micro), r, 0, 0)
       for segment, index in enumerate(row.members, start=1):
@@ -177,6 +177,26 @@ def pack(
     trained=sum(int(batch.mask.sum()) for batch in micro),
     tokens=sum(int((batch.segment_ids > 0).sum()) for batch in micro),
     capacity=sum(batch.tokens.size for batch in micro),
+  )
+
+
+def empty_micro_batch(bucket: Bucket, num_candidates: int) -> MicroBatch:
+  """A micro-batch that is all padding."""
+  row = (bucket.rows, bucket.tokens)
+  trained = (bucket.rows, bucket.trained)
+  return MicroBatch(
+    tokens=np.zeros(row, np.int32),
+    segment_ids=np.zeros(row, np.int32),
+    positions=np.zeros(row, np.int32),
+    predict=np.zeros(trained, np.int32),
+    targets=np.zeros(trained, np.int32),
+    mask=np.zeros(trained, bool),
+    logp_sampler=np.zeros(trained, np.float32),
+    candidate_ids=np.full((*trained, num_candidates), -1, np.int32),
+    candidate_logps=np.zeros((*trained, num_candidates), np.float32),
+    full_support=np.zeros(trained, bool),
+    adv=np.zeros(trained, np.float32),
+    source=np.zeros(trained, np.int32),
   )
 
 
@@ -259,26 +279,6 @@ def _cut(rows: Sequence[_Row], buckets: Sequence[Bucket]) -> list[tuple[Bucket, 
       result.append((bucket, left[: bucket.rows]))
       left = left[bucket.rows :]
   return result
-
-
-def _empty(bucket: Bucket, num_candidates: int) -> MicroBatch:
-  """A micro-batch that is all padding."""
-  row = (bucket.rows, bucket.tokens)
-  trained = (bucket.rows, bucket.trained)
-  return MicroBatch(
-    tokens=np.zeros(row, np.int32),
-    segment_ids=np.zeros(row, np.int32),
-    positions=np.zeros(row, np.int32),
-    predict=np.zeros(trained, np.int32),
-    targets=np.zeros(trained, np.int32),
-    mask=np.zeros(trained, bool),
-    logp_sampler=np.zeros(trained, np.float32),
-    candidate_ids=np.full((*trained, num_candidates), -1, np.int32),
-    candidate_logps=np.zeros((*trained, num_candidates), np.float32),
-    full_support=np.zeros(trained, bool),
-    adv=np.zeros(trained, np.float32),
-    source=np.zeros(trained, np.int32),
-  )
 
 
 def _write(

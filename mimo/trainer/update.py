@@ -1,0 +1,309 @@
+"""One update: gradients summed over micro-batches, then AdamW, jitted over a mesh.
+
+  g = sum over micro-batches of grad_w [ loss of its tokens / N ],   w = bf16(master)
+  master <- master - AdamW(g)
+
+N is the count of trained tokens in the whole batch, so how the batch was cut into micro-batches
+changes nothing but the order of float32 sums. The gradient is taken with respect to the rounded
+weights, which are the policy, and applied to the masters.
+
+The functions are pure; `Trainer` holds what they are compiled for. Nothing here waits for the
+device: metrics are device scalars, which a loop fetches once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from mimo.models.config import ModelConfig
+from mimo.models.decoder import forward, head_matrix
+from mimo.models.table import nest, table
+from mimo.objectives import Correction, candidate_logps, merge_aux, policy_loss
+from mimo.objectives.diagnostics import accumulate
+from mimo.trainer import sharding
+from mimo.trainer.packing import Batch, Bucket, MicroBatch, empty_micro_batch
+from mimo.trainer.snapshot import policy_params
+from mimo.trainer.state import TrainerConfig, TrainState, learning_rate, new_state, optimizer
+
+# The head's matmul and the logits, whatever the layers compute in. A sampler must state the same.
+LOGITS_DTYPE = 'float32'
+
+
+class Spec(NamedTuple):
+  """What an update is compiled for. Hashable.
+
+  Attributes:
+    model: the decoder.
+    config: settings of the update.
+    correction: the loss's switches.
+    num_sources: how many pools aux is split over.
+  """
+
+  model: ModelConfig
+  config: TrainerConfig
+  correction: Correction
+  num_sources: int
+
+
+class Total(NamedTuple):
+  """Sums over the micro-batches of a batch: gradients as the parameters, loss [], aux."""
+
+  grads: Any
+  loss: jax.Array
+  aux: Any
+
+
+def token_logps(spec: Spec, params: Any, micro: MicroBatch) -> tuple[jax.Array, jax.Array]:
+  """Log-probs of the trained tokens and their candidates, and the entropy.
+
+  Args:
+    spec: the model and the temperature.
+    params: the policy's, already rounded.
+    micro: a micro-batch.
+
+  Returns:
+    (logps [R, M, 1 + K] float32, the target first; entropy [R, M] float32), over the full
+    vocabulary after temperature, in nats. Candidates of id -1 give 0.
+  """
+  _check(micro)
+  hidden = forward(
+    spec.model,
+    params,
+    micro.tokens,
+    micro.segment_ids,
+    micro.positions,
+    dtype=jnp.dtype(spec.config.compute_dtype),
+    remat=spec.config.remat,
+  )
+  # Only these go through the head: an array of every position and candidate is never made.
+  hidden = jnp.take_along_axis(hidden, micro.predict[..., None], axis=1)
+  ids = jnp.concatenate([micro.targets[..., None], micro.candidate_ids], axis=-1)
+  logps, entropy = candidate_logps(
+    hidden.reshape(-1, hidden.shape[-1]).astype(LOGITS_DTYPE),
+    head_matrix(spec.model, params).astype(LOGITS_DTYPE),
+    ids.reshape(-1, ids.shape[-1]),
+    temperature=spec.config.temperature,
+    chunk=spec.config.head_chunk_tokens,
+  )
+  return logps.reshape(ids.shape), entropy.reshape(micro.mask.shape)
+
+
+def objective(
+  spec: Spec, micro: MicroBatch, logps: jax.Array, entropy: jax.Array, denominator: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """The micro-batch's share of the batch's loss, and aux: sums and counts, [num_sources] each."""
+  loss, aux = policy_loss(
+    logp_trainer=logps[..., 0],
+    logp_trainer_candidates=logps[..., 1:],
+    logp_sampler=micro.logp_sampler,
+    logp_sampler_candidates=micro.candidate_logps,
+    candidate_ids=micro.candidate_ids,
+    full_support=micro.full_support,
+    adv=micro.adv,
+    mask=micro.mask,
+    correction=spec.correction,
+    denominator=denominator,
+    source=micro.source,
+    num_sources=spec.num_sources,
+  )
+  entropies = {'entropy_sum': jax.lax.stop_gradient(entropy)}
+  return loss, aux | accumulate(entropies, micro.mask, micro.source, spec.num_sources)
+
+
+def micro_step(
+  spec: Spec, params: Any, total: Total, micro: MicroBatch, denominator: jax.Array
+) -> Total:
+  """Adds one micro-batch's gradients, loss and aux to `total`."""
+  chex.assert_rank(denominator, 0)
+
+  def loss_of(policy: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    return objective(spec, micro, *token_logps(spec, policy, micro), denominator)
+
+  (loss, aux), grads = jax.value_and_grad(loss_of, has_aux=True)(policy_params(params))
+  return Total(
+    jax.tree.map(jnp.add, total.grads, grads), total.loss + loss, merge_aux(total.aux, aux)
+  )
+
+
+def zero_total(spec: Spec, params: Any) -> Total:
+  """Nothing summed yet, for parameters of these shapes."""
+  micro = empty_micro_batch(Bucket(tokens=1, trained=1, rows=1), num_candidates=1)
+  one = jnp.zeros((1, 1))
+  # What aux holds is the objective's to say; its leaves do not depend on a bucket's shape.
+  shapes = jax.eval_shape(
+    functools.partial(objective, spec), micro, jnp.zeros((1, 1, 2)), one, one[0, 0]
+  )
+  loss, aux = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  return Total(jax.tree.map(jnp.zeros_like, params), loss, aux)
+
+
+def apply(
+  spec: Spec, state: TrainState, total: Total, denominator: jax.Array
+) -> tuple[TrainState, dict[str, Any]]:
+  """One step of AdamW, unless there was nothing to learn from or something was not finite.
+
+  Either way `state.update` goes on by one. Parameters, moments and the optimiser's own count stay
+  as they are where `empty` (the batch had no trained token) or `skipped` (the loss, the gradient's
+  norm or the step's was not finite; counted in `state.skipped`).
+
+  Returns:
+    (state, metrics): float32 scalars, and `aux`.
+  """
+  chex.assert_trees_all_equal_structs(state.params, total.grads)
+  grad_norm = optax.tree.norm(total.grads)
+  grads = total.grads
+  if spec.config.max_grad_norm:
+    # A norm of 0 gives a scale of 1; one that is not finite is skipped below.
+    scale = spec.config.max_grad_norm / jnp.maximum(grad_norm, spec.config.max_grad_norm)
+    grads = jax.tree.map(lambda x: x * scale, grads)
+  rate = learning_rate(spec.config, optax.tree.get(state.opt_state, 'count'))
+  steps, opt_state = optimizer(spec.model, spec.config).update(grads, state.opt_state, state.params)
+  steps = jax.tree.map(lambda x: -rate * x, steps)
+  update_norm = optax.tree.norm(steps)
+  params = optax.apply_updates(state.params, steps)
+  finite = jnp.isfinite(total.loss) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
+  empty = denominator == 0
+  skipped = ~finite & ~empty
+  taken = finite & ~empty
+  params, opt_state = jax.tree.map(
+    lambda new, old: jnp.where(taken, new, old),
+    (params, opt_state),
+    (state.params, state.opt_state),
+  )
+  metrics = {
+    'loss': total.loss,
+    'grad_norm': grad_norm,
+    'update_norm': jnp.where(taken, update_norm, 0.0),
+    'param_norm': optax.tree.norm(params),
+    'learning_rate': rate,
+    'skipped': skipped.astype(jnp.float32),
+    'empty': empty.astype(jnp.float32),
+    'aux': total.aux,
+  }
+  state = TrainState(params, opt_state, state.update + 1, state.skipped + skipped)
+  return state, metrics
+
+
+class Trainer:
+  """The update, compiled for one model, objective and mesh.
+
+  Args:
+    model: the decoder.
+    config: settings of the update.
+    correction: the loss's switches.
+    num_sources: how many pools aux is split over.
+    mesh: of `sharding.make_mesh`.
+  """
+
+  def __init__(
+    self,
+    model: ModelConfig,
+    config: TrainerConfig,
+    *,
+    correction: Correction,
+    num_sources: int,
+    mesh: Mesh,
+  ) -> None:
+    self.spec = Spec(model, config, correction, num_sources)
+    self.mesh = mesh
+    everywhere: Any = sharding.replicated(mesh)
+    params = sharding.param_shardings(model, mesh)
+    totals = Total(params, everywhere, everywhere)
+    self.state_shardings = TrainState(
+      params=params,
+      opt_state=optax.tree.map_params(
+        optimizer(model, config),
+        lambda _, leaf: leaf,
+        self._abstract_state().opt_state,
+        params,
+        transform_non_params=lambda _: everywhere,
+      ),
+      update=everywhere,
+      skipped=everywhere,
+    )
+    self._new_state = jax.jit(
+      functools.partial(new_state, model, config), out_shardings=self.state_shardings
+    )
+    self._zero_total = jax.jit(
+      functools.partial(zero_total, self.spec), in_shardings=(params,), out_shardings=totals
+    )
+    # Micro-batches bring their own sharding, which depends on how many rows their bucket has.
+    self._micro_step = jax.jit(
+      functools.partial(micro_step, self.spec),
+      in_shardings=(params, totals, None, everywhere),
+      out_shardings=totals,
+      donate_argnums=1,
+    )
+    self._apply = jax.jit(
+      functools.partial(apply, self.spec),
+      in_shardings=(self.state_shardings, totals, everywhere),
+      out_shardings=(self.state_shardings, everywhere),
+      donate_argnums=0,
+    )
+
+  def init_state(self, params: Any) -> TrainState:
+    """A state that starts from a copy of `params`, which may be host arrays."""
+    return self._new_state(params)
+
+  def abstract_state(self) -> TrainState:
+    """Shapes, dtypes and shardings of a state: what a checkpoint is restored into."""
+    return jax.tree.map(
+      lambda x, leaf: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf),
+      self._abstract_state(),
+      self.state_shardings,
+    )
+
+  def update(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+    """Learns from one batch. `state` is donated: use the one returned.
+
+    Returns:
+      (state, metrics): what `apply` returns, on the device, and of the batch, on the host,
+      `trained_tokens`, `tokens` and `padding_share`.
+    """
+    denominator = jax.device_put(np.float32(batch.trained), sharding.replicated(self.mesh))
+    total = self._zero_total(state.params)
+    for micro in batch.micro:
+      micro = sharding.place(micro, self.mesh)
+      total = self._micro_step(state.params, total, micro, denominator)
+    state, metrics = self._apply(state, total, denominator)
+    host = {
+      'trained_tokens': float(batch.trained),
+      'tokens': float(batch.tokens),
+      'padding_share': batch.padding_share,
+    }
+    return state, metrics | host
+
+  def _abstract_state(self) -> TrainState:
+    model = self.spec.model
+    params = nest(
+      {
+        row.path: jax.ShapeDtypeStruct(
+          (model.num_layers, *row.shape) if row.stacked else row.shape, jnp.float32
+        )
+        for row in table(model)
+      }
+    )
+    return jax.eval_shape(functools.partial(new_state, model, self.spec.config), params)
+
+
+def _check(micro: MicroBatch) -> None:
+  """The shapes and dtypes that `MicroBatch` states."""
+  rows, tokens = micro.tokens.shape
+  trained, candidates = micro.candidate_ids.shape[1:]
+  chex.assert_shape([micro.tokens, micro.segment_ids, micro.positions], (rows, tokens))
+  per_token = [micro.predict, micro.targets, micro.mask, micro.logp_sampler]
+  per_token += [micro.full_support, micro.adv, micro.source]
+  chex.assert_shape(per_token, (rows, trained))
+  chex.assert_shape([micro.candidate_ids, micro.candidate_logps], (rows, trained, candidates))
+  ids = [micro.tokens, micro.segment_ids, micro.positions, micro.predict, micro.targets]
+  chex.assert_type([*ids, micro.candidate_ids, micro.source], int)
+  chex.assert_type([micro.mask, micro.full_support], bool)
+  chex.assert_type([micro.logp_sampler, micro.candidate_logps, micro.adv], float)
