@@ -1,0 +1,90 @@
+"""One batch of groups in, numbers out: packing, the jitted update, one fetch from the device."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from mimo.objectives import advantages
+from mimo.objectives.diagnostics import summarise, total_aux
+from mimo.telemetry import names
+from mimo.trainer.packing import Bucket, pack
+from mimo.trainer.snapshot import snapshot
+from mimo.trainer.state import TrainState
+from mimo.trainer.update import Trainer
+from mimo.types import Group
+
+
+class Learner:
+  """Owns the training state, which each update donates. Used from one thread at a time.
+
+  Args:
+    trainer: the compiled update.
+    state: what it starts from.
+    advantage: a rule of `mimo.objectives.advantages`.
+    buckets: shapes of micro-batches.
+    num_candidates: K.
+    sources: pool names.
+  """
+
+  def __init__(
+    self,
+    trainer: Trainer,
+    state: TrainState,
+    *,
+    advantage: str,
+    buckets: Sequence[Bucket],
+    num_candidates: int,
+    sources: Sequence[str],
+  ) -> None:
+    self.state = state
+    self._trainer = trainer
+    self._advantage = advantage
+    self._buckets = tuple(buckets)
+    self._num_candidates = num_candidates
+    self._sources = tuple(sources)
+
+  def update(self, groups: Sequence[Group]) -> dict[str, float]:
+    """Learns from one batch. Returns scalars over all tokens, and by source."""
+    begin = time.perf_counter()
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    adv = [
+      advantages([trajectory.reward for trajectory in group.trajectories], self._advantage)
+      for group in groups
+    ]
+    batch = pack(
+      trajectories,
+      np.concatenate(adv),
+      buckets=self._buckets,
+      num_candidates=self._num_candidates,
+      sources=self._sources,
+      temperature=self._trainer.spec.config.temperature,
+    )
+    self.state, metrics = self._trainer.update(self.state, batch)
+    metrics = jax.device_get(metrics)
+    aux = metrics.pop('aux')
+    scalars = {names.of_train(name): float(value) for name, value in metrics.items()}
+    scalars |= {names.of_train(n): float(v) for n, v in _objective(total_aux(aux)).items()}
+    for i, pool in enumerate(self._sources):
+      row = _objective({name: leaf[i] for name, leaf in aux.items()})
+      if row[names.TOKENS]:
+        scalars |= {names.of_source(pool, name): float(value) for name, value in row.items()}
+    secs = time.perf_counter() - begin
+    return scalars | {names.TRAINER_SPEED: batch.tokens / secs, 'speed/update_secs': secs}
+
+  def snapshot(self) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (Hugging Face name, bf16 array) of the policy as it is now."""
+    return snapshot(self._trainer.spec.model, self.state.params)
+
+
+def _objective(aux: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Returns the objective's ratios, the entropy and the masked share of one set of tokens."""
+  row = summarise({name: leaf for name, leaf in aux.items() if name != 'entropy_sum'})
+  tokens = float(row[names.TOKENS])
+  entropy = np.float64(aux['entropy_sum'] / tokens if tokens else math.nan)
+  masked = row[names.MASKED_LOW] + row[names.MASKED_HIGH]
+  return row | {'entropy': entropy, names.MASKED_SHARE: masked}
