@@ -51,10 +51,10 @@ class Store(Protocol):
     """A local directory for files that `adopt` will take; it exists."""
 
   def write(self, key: str, content: bytes) -> Blob:
-    """Stores bytes durably under a key."""
+    """Stores bytes durably under a key; returns what reading them back gave."""
 
   def adopt(self, key: str, path: pathlib.Path) -> Blob:
-    """Stores a file durably under a key; the caller must not change the file afterwards."""
+    """`write` for a file, which the caller must not change afterwards."""
 
   def read(self, key: str) -> bytes: ...
 
@@ -108,17 +108,16 @@ class FileStore:
       raise ValueError(f'{key}: other keys lie under it; expected a key of its own')
     if not self._same_device(path):
       return self._copy_in(key, path)
-    blob = hash_file(path)
     path.chmod(0o444)
     sync(path)
     self._make_directories(target.parent)
     try:
       os.link(path, target)
     except FileExistsError:
-      if hash_file(target) != blob:
+      if hash_file(target) != hash_file(path):
         raise ValueError(f'{key} is stored with other content; blobs never change') from None
     sync(target.parent)
-    return blob
+    return hash_file(target)
 
   def read(self, key: str) -> bytes:
     try:
