@@ -13,18 +13,17 @@ import numpy as np
 
 
 def least_loaded(
-  in_use: Sequence[int], capacity: Sequence[int], avoid: Collection[int] = ()
+  in_use: Sequence[int], capacity: Sequence[int], allowed: Collection[int] | None = None
 ) -> int | None:
   """Returns the replica with the largest free share of its sessions, or None when all are full.
 
-  Shares are compared exactly, as fractions; a tie goes to the first. Replicas in `avoid` are left
-  out, unless they are all there is.
+  Shares are compared exactly, as fractions; a tie goes to the first. Where `allowed` is given, only
+  those replicas are looked at.
   """
-  allowed = [r for r in range(len(capacity)) if r not in avoid] or list(range(len(capacity)))
   best: int | None = None
-  for r in allowed:
+  for r in range(len(capacity)):
     free = capacity[r] - in_use[r]
-    if free <= 0:
+    if free <= 0 or (allowed is not None and r not in allowed):
       continue
     # free / capacity > best's, without division.
     if best is None or free * capacity[best] > (capacity[best] - in_use[best]) * capacity[r]:

@@ -18,10 +18,9 @@ def test_the_largest_free_share_wins():
   assert routing.least_loaded([4, 8], [4, 8]) is None
 
 
-def test_avoided_replicas_are_left_out_unless_they_are_all():
-  assert routing.least_loaded([0, 3], [4, 4], avoid={0}) == 1
-  assert routing.least_loaded([0, 4], [4, 4], avoid={0}) is None
-  assert routing.least_loaded([0], [4], avoid={0}) == 0
+def test_only_allowed_replicas_are_looked_at():
+  assert routing.least_loaded([0, 3], [4, 4], allowed={1}) == 1
+  assert routing.least_loaded([0, 4], [4, 4], allowed={1}) is None
 
 
 @hypothesis.given(_FLEETS, st.data())
