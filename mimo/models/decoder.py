@@ -21,7 +21,7 @@ from mimo.models.config import ModelConfig
 from mimo.models.table import nest
 
 _EMBEDDING_STD = 0.02
-_KV_QUANT = (None, 'fp8')
+_KV_QUANT = (None, 'bf16', 'fp8')
 
 
 class _Block(nn.Module):
@@ -170,8 +170,11 @@ def head_matrix(config: ModelConfig, params: Mapping[str, Any]) -> jax.Array:
 
 def init_cache(config: ModelConfig, batch: int, length: int, dtype: Any) -> KVCache:
   """Returns an empty cache for `batch` rows of `length` tokens."""
-  shape = (config.num_layers, batch, length, config.num_kv_heads, config.head_dim)
-  return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+  lead = (config.num_layers, batch, config.num_kv_heads)
+  return KVCache(
+    jnp.zeros((*lead, config.head_dim, length), dtype),
+    jnp.zeros((*lead, length, config.head_dim), dtype),
+  )
 
 
 def extend(
@@ -185,6 +188,7 @@ def extend(
   dtype: Any = jnp.float32,
   activation_quant: ActivationQuant | None = None,
   kv_quant: str | None = None,
+  window: int | None = None,
 ) -> tuple[jax.Array, KVCache]:
   """Runs the next tokens of each row against its cache, and writes them there.
 
@@ -201,7 +205,10 @@ def extend(
       0. A row of count 0 is idle.
     dtype: of the computation; norms, scores and their softmax are float32.
     activation_quant: how inputs of projections are rounded.
-    kv_quant: 'fp8' rounds keys and values to e4m3 with scale 1 as they are written.
+    kv_quant: 'bf16' rounds keys and values to bf16 as they are written, 'fp8' to e4m3 with
+      scale 1; the cache keeps its dtype.
+    window: reads only the first so many positions of the cache, so that short rows cost less; no
+      real token may lie beyond it. Static under jit; None reads all.
 
   Returns:
     (hidden [B, C, D] `dtype` after the final norm, the cache).
@@ -209,14 +216,14 @@ def extend(
   chex.assert_rank([tokens, start, count], [2, 1, 1])
   if kv_quant not in _KV_QUANT:
     raise ValueError(f'kv_quant is {kv_quant!r}; expected one of {list(_KV_QUANT)}')
-  length = cache.keys.shape[2]
+  window = cache.length if window is None else window
   steps = jnp.arange(tokens.shape[1])
   positions = start[:, None] + steps
   present = steps < count[:, None]
   context = Context(
     angles=layers.rope_angles(config.rope, config.head_dim, positions),
-    mask=jnp.arange(length) <= positions[..., None],
-    slots=jnp.where(present, positions, length),
+    mask=jnp.arange(window) <= positions[..., None],
+    slots=jnp.where(present, positions, cache.length),
   )
   model = _Decoder(config, dtype, False, _kind(activation_quant), kv_quant)
   return model.apply(_variables(params, activation_quant), tokens, present, context, cache)
