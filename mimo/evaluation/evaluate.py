@@ -23,9 +23,16 @@ from mimo.types import PromptRef, SamplingParams, Trajectory
 
 KS = (1, 2, 4, 8, 16)
 
+# What broken attempts said: enough to see what is wrong, however many there are.
+ERRORS_KEPT = 8
+
 
 class EpisodeRunner(Protocol):
-  """Runs one episode to its end; failures are ends of the trajectory, not exceptions."""
+  """Runs one episode to its end.
+
+  Returns (trajectory, error): failures are ends of the trajectory, not exceptions, and `error`
+  says why; it is None where the episode is scored.
+  """
 
   async def __call__(
     self,
@@ -37,7 +44,7 @@ class EpisodeRunner(Protocol):
     params: SamplingParams,
     key: np.ndarray,
     session: str,
-  ) -> Trajectory: ...
+  ) -> tuple[Trajectory, str | None]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +63,7 @@ class EvalResult:
     tokens: [N, n] int64, sampled tokens; 0 where a sample is missing.
     ends: scored episodes by end.
     failures: broken attempts by end; none of them is in `rewards`.
+    errors: some of what they said.
     subsets: rows of `rewards` by name of a further split, whose tasks are some of this one's.
   """
 
@@ -70,6 +78,7 @@ class EvalResult:
   tokens: np.ndarray
   ends: Mapping[str, int]
   failures: Mapping[str, int]
+  errors: tuple[str, ...]
   subsets: Mapping[str, tuple[int, ...]]
 
   @property
@@ -140,6 +149,7 @@ class EvalResult:
       'summary': summary,
       'ends': dict(self.ends),
       'failures': dict(self.failures),
+      'errors': list(self.errors),
       'subsets': {name: len(rows) for name, rows in self.subsets.items()},
       'rewards': dict(zip(self.task_ids, rows, strict=True)),
     }
@@ -203,7 +213,7 @@ async def evaluate(
 
     async def worker(waiting: Iterator[tuple[int, int]] = waiting, attempt: int = attempt) -> None:
       for index, sample in waiting:
-        trajectory = await run(
+        trajectory, error = await run(
           sampler,
           task,
           prompt=PromptRef(index, split, index),
@@ -212,7 +222,7 @@ async def evaluate(
           key=sample_key(seed, index, sample),
           session=f'evaluate/{split}/{index}/{sample}/{attempt}',
         )
-        tally.add(index, sample, trajectory)
+        tally.add(index, sample, trajectory, error)
 
     async with asyncio.TaskGroup() as group:
       for _ in range(sampler.contract.max_sessions):
@@ -229,6 +239,7 @@ async def evaluate(
     tokens=tally.tokens,
     ends=dict(tally.ends),
     failures=dict(tally.failures),
+    errors=tuple(tally.errors),
     subsets=rows,
   )
 
@@ -263,15 +274,18 @@ class _Tally:
     self.tokens = np.zeros((tasks, samples), np.int64)
     self.ends: collections.Counter[str] = collections.Counter()
     self.failures: collections.Counter[str] = collections.Counter()
+    self.errors: list[str] = []
     self._versions: set[int] = set()
     self._on_sample = on_sample
 
   def unscored(self) -> list[tuple[int, int]]:
     return [(int(i), int(j)) for i, j in np.argwhere(np.isnan(self.rewards))]
 
-  def add(self, index: int, sample: int, trajectory: Trajectory) -> None:
+  def add(self, index: int, sample: int, trajectory: Trajectory, error: str | None) -> None:
     if not trajectory.end.scored:
       self.failures[str(trajectory.end)] += 1
+      if len(self.errors) < ERRORS_KEPT:
+        self.errors.append(f'{trajectory.end}: {error}'[:300])
       return
     self.ends[str(trajectory.end)] += 1
     self.rewards[index, sample] = trajectory.reward

@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from mimo.telemetry import names
 from mimo.telemetry.writers import Histogram
 from mimo.types import EpisodeEnd, FinishReason, Group, Trajectory
 
 # Bin edges. Staleness is counted in updates, one bin for each of 0..15 and one beyond.
 STALENESS_EDGES = (*range(17), 1024)
 LENGTH_EDGES = (0, *(2**i for i in range(19)))
+
+# Ranges of a trajectory's tokens: (start, end, updates behind the trainer).
+StaleRanges = Sequence[tuple[int, int, int]]
 
 
 def flatten(prefix: str, tree: Mapping[str, Any]) -> dict[str, float]:
@@ -37,83 +39,24 @@ def flatten(prefix: str, tree: Mapping[str, Any]) -> dict[str, float]:
   return out
 
 
-def objective_metrics(
-  overall: Mapping[str, Any], by_source: Mapping[str, Any], sources: Sequence[str]
-) -> dict[str, float]:
-  """Names the objective's diagnostics, over all tokens and by source.
-
-  Args:
-    overall: scalars, already divided.
-    by_source: the same leaves, [num_sources]; a source without tokens has nothing to say and is
-      left out.
-    sources: the pools' names, in the order of the leaves.
-
-  Returns:
-    `train/<leaf>` and `source/<pool>/<leaf>`, with the two masked shares added up.
-
-  Raises:
-    ValueError: a leaf has another length than `sources`.
-  """
-  out = flatten('train', _with_masked(overall))
-  for name, leaf in by_source.items():
-    if np.shape(leaf) != (len(sources),):
-      raise ValueError(f'{name} has shape {np.shape(leaf)}; expected one value of each {sources}')
-  for i, pool in enumerate(sources):
-    if by_source[names.TOKENS][i] > 0:
-      leaves = {name: leaf[i] for name, leaf in by_source.items()}
-      out |= flatten(f'source/{pool}', _with_masked(leaves))
-  return out
-
-
-def _with_masked(leaves: Mapping[str, Any]) -> dict[str, Any]:
-  low, high = leaves[names.MASKED_LOW], leaves[names.MASKED_HIGH]
-  return {**leaves, names.MASKED_SHARE: low + high}
-
-
-def staleness(trajectory: Trajectory, update: int, update_of: Mapping[int, int]) -> np.ndarray:
-  """Returns [S] int64: how many updates behind `update` each sampled token's weights were.
-
-  Args:
-    trajectory: an episode trained on.
-    update: updates applied to the trainer's weights as the batch is trained on.
-    update_of: updates applied to the weights of each publication number.
-
-  Raises:
-    ValueError: a token's publication isn't in `update_of`.
-  """
-  versions = trajectory.versions()
-  numbers, where = np.unique(versions, return_inverse=True)
-  unknown = [int(n) for n in numbers if int(n) not in update_of]
-  if unknown:
-    raise ValueError(
-      f'a trajectory of {trajectory.source.pool} was sampled by publications {unknown}; '
-      f'expected some of the {len(update_of)} that this run knows'
-    )
-  updates = np.array([update_of[int(n)] for n in numbers], np.int64)
-  return update - updates[where]
-
-
 def batch_metrics(
-  groups: Sequence[Group], *, update: int, update_of: Mapping[int, int]
+  groups: Sequence[Group], staleness: Sequence[StaleRanges]
 ) -> tuple[dict[str, float], dict[str, Histogram]]:
   """What the episodes of one batch say, over all and by source.
 
   Args:
     groups: the batch.
-    update: updates applied to the trainer's weights as the batch is trained on.
-    update_of: updates applied to the weights of each publication number.
+    staleness: one entry per trajectory, in order: its sampled token ranges.
 
   Returns:
     (scalars, histograms): under `rollout/` and `source/<pool>/`; rewards, solved share, response
     lengths, ends and finish reasons as shares, staleness in updates; group counts.
   """
   trajectories = [t for group in groups for t in group.trajectories]
-  stale = [staleness(t, update, update_of) for t in trajectories]
-  scalars = _episodes('rollout', trajectories, stale)
+  pairs = list(zip(trajectories, staleness, strict=True))
+  scalars = _episodes('rollout', pairs)
   for pool in sorted({t.source.pool for t in trajectories}):
-    rows = [i for i, t in enumerate(trajectories) if t.source.pool == pool]
-    part = _episodes(f'source/{pool}', [trajectories[i] for i in rows], [stale[i] for i in rows])
-    scalars |= part
+    scalars |= _episodes(f'source/{pool}', [pair for pair in pairs if pair[0].source.pool == pool])
   scalars['rollout/groups'] = float(len(groups))
   scalars['rollout/groups_equal'] = float(
     sum(len({t.reward for t in group.trajectories}) <= 1 for group in groups)
@@ -121,24 +64,47 @@ def batch_metrics(
   scalars['rollout/members_missing'] = float(
     sum(group.asked - len(group.trajectories) for group in groups)
   )
-  every = np.concatenate(stale) if stale else np.zeros(0)
-  lengths = np.array([t.num_sampled for t in trajectories])
   histograms = {
-    'rollout/staleness_updates': Histogram.of(every, STALENESS_EDGES),
-    'rollout/response_tokens': Histogram.of(lengths, LENGTH_EDGES),
+    'rollout/staleness_updates': Histogram.of(_stale_tokens(staleness), STALENESS_EDGES),
+    'rollout/response_tokens': Histogram.of(
+      np.array([t.num_sampled for t in trajectories]), LENGTH_EDGES
+    ),
   }
   return scalars, histograms
 
 
-def _episodes(
-  prefix: str, trajectories: Sequence[Trajectory], stale: Sequence[np.ndarray]
-) -> dict[str, float]:
+def rollout_metrics(stats: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Histogram]]:
+  """What sampling did between two batches, lost attempts included.
+
+  Args:
+    stats: the rollout stats as a dict: numbers, dicts of numbers, `pools` by name, and tuples, of
+      which the lengths of scored and lost responses are counted and the rest is left out.
+
+  Returns:
+    (scalars, histograms): under `sampling/`, and `source/<pool>/sampling/` for a pool's.
+  """
+  scalars: dict[str, float] = {}
+  for name, value in stats.items():
+    if name == 'pools':
+      for pool, counts in value.items():
+        scalars |= flatten(f'source/{pool}/sampling', counts)
+    elif name != 'staleness' and not isinstance(value, tuple):
+      scalars |= flatten('sampling', {name: value})
+  histograms = {
+    f'sampling/{name}': Histogram.of(np.asarray(stats[name], np.float64), LENGTH_EDGES)
+    for name in ('response_tokens', 'lost_tokens')
+  }
+  return scalars, histograms
+
+
+def _episodes(prefix: str, pairs: Sequence[tuple[Trajectory, StaleRanges]]) -> dict[str, float]:
   """Returns the scalars of some episodes."""
+  trajectories = [trajectory for trajectory, _ in pairs]
   count = len(trajectories)
   rewards = np.array([t.reward for t in trajectories], np.float64)
   turns = [turn for t in trajectories for turn in t.turns]
   tokens = sum(t.num_sampled for t in trajectories)
-  every = np.concatenate(stale) if stale else np.zeros(0)
+  stale = _stale_tokens([ranges for _, ranges in pairs])
   out = {
     'episodes': float(count),
     'turns': float(len(turns)),
@@ -147,8 +113,8 @@ def _episodes(
     'reward': _ratio(rewards.sum(), count),
     'pass@1': _ratio(float((rewards >= 1.0).sum()), count),
     'response_tokens': _ratio(tokens, count),
-    'staleness_mean_updates': _ratio(every.sum(), len(every)),
-    'staleness_max_updates': float(every.max()) if len(every) else math.nan,
+    'staleness_mean_updates': _ratio(stale.sum(), len(stale)),
+    'staleness_max_updates': float(stale.max()) if len(stale) else math.nan,
   }
   for end in EpisodeEnd:
     if end.scored:
@@ -156,6 +122,12 @@ def _episodes(
   for finish in FinishReason:
     out[f'finish/{finish}'] = _ratio(sum(turn.finish is finish for turn in turns), len(turns))
   return {f'{prefix}/{name}': value for name, value in out.items()}
+
+
+def _stale_tokens(staleness: Sequence[StaleRanges]) -> np.ndarray:
+  """Returns the staleness of each sampled token, [S] int64."""
+  ranges = np.array([part for parts in staleness for part in parts], np.int64).reshape(-1, 3)
+  return np.repeat(ranges[:, 2], ranges[:, 1] - ranges[:, 0])
 
 
 def _ratio(total: float, count: float) -> float:

@@ -47,7 +47,7 @@ class _Runner:
     waiting = self.broken.get((prompt.index, member), [])
     end = waiting.pop(0) if waiting else EpisodeEnd.SUBMITTED
     span = types.VersionSpan(2, 4, self.version(prompt.index))
-    return types.Trajectory(
+    trajectory = types.Trajectory(
       tokens=np.zeros(4, np.int32),
       sampled=np.array([0, 0, 1, 1], bool),
       logps=np.zeros(2, np.float32),
@@ -64,6 +64,7 @@ class _Runner:
       member=member,
       incarnation=0,
     )
+    return trajectory, None if end.scored else f'broken {prompt.index}'
 
 
 def _evaluate(runner, task=None, sampler=None, **kwargs):
@@ -115,6 +116,7 @@ def test_what_still_fails_leaves_the_result_incomplete():
   assert len(runner.calls) == 7
   assert not result.complete and result.missing == 1
   assert result.failures == {'sampler_failure': 2}
+  assert result.errors == ('sampler_failure: broken 2',) * 2
   with pytest.raises(ValueError, match='1 of 6 samples are missing, the first at task 2, sample 1'):
     result.estimates('heldout')
   summary = result.summary()

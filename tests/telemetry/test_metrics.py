@@ -51,30 +51,6 @@ def test_flatten():
     metrics.flatten('train', {'v': np.zeros(2)})
 
 
-def test_objective_metrics_name_every_leaf_and_leave_out_silent_sources():
-  overall = {'tokens': 4.0, 'kl': 0.5, 'masked_low': 0.25, 'masked_high': 0.5}
-  by_source = {
-    'tokens': np.array([4.0, 0.0]),
-    'kl': np.array([0.5, 0.0]),
-    'masked_low': np.array([0.25, 0.0]),
-    'masked_high': np.array([0.5, 0.0]),
-  }
-  got = metrics.objective_metrics(overall, by_source, ['a', 'b'])
-  leaves = {'tokens': 4, 'kl': 0.5, 'masked_low': 0.25, 'masked_high': 0.5, 'masked_share': 0.75}
-  want = {f'train/{name}': value for name, value in leaves.items()}
-  assert got == want | {f'source/a/{name}': value for name, value in leaves.items()}
-  with pytest.raises(ValueError, match=r'tokens has shape \(2,\); expected one value of each'):
-    metrics.objective_metrics(overall, by_source, ['a'])
-
-
-def test_staleness_by_token():
-  trajectory = _trajectory(lengths=(2, 4), versions=((5,), (5, 7)))
-  got = metrics.staleness(trajectory, 4, {5: 1, 7: 3})
-  np.testing.assert_array_equal(got, [3, 3, 3, 3, 1, 1])
-  with pytest.raises(ValueError, match=r'a was sampled by publications \[7\]'):
-    metrics.staleness(trajectory, 4, {5: 1})
-
-
 def test_batch_metrics_by_hand():
   a = _trajectory(pool='a', lengths=(2, 2), versions=((1,), (2,)), reward=1.0)
   b = _trajectory(pool='b', lengths=(4,), versions=((2,),), reward=0.0, end='turn_limit')
@@ -83,7 +59,8 @@ def test_batch_metrics_by_hand():
     types.Group(types.PromptRef(0, 'train', 0), (a, b), 2),
     types.Group(types.PromptRef(1, 'train', 1), (c,), 2),
   ]
-  scalars, histograms = metrics.batch_metrics(groups, update=2, update_of={1: 0, 2: 1})
+  stale = [((3, 5, 2), (6, 8, 1)), ((3, 7, 1),), ((3, 4, 2),)]
+  scalars, histograms = metrics.batch_metrics(groups, stale)
   want = {
     'rollout/episodes': 3,
     'rollout/turns': 4,
@@ -115,6 +92,30 @@ def test_batch_metrics_by_hand():
 
 
 def test_empty_batch_has_no_numbers_and_does_not_fail():
-  scalars, histograms = metrics.batch_metrics([], update=0, update_of={})
+  scalars, histograms = metrics.batch_metrics([], [])
   assert scalars['rollout/episodes'] == 0 and math.isnan(scalars['rollout/reward'])
   assert sum(histograms['rollout/staleness_updates'].counts) == 0
+
+
+def test_rollout_metrics():
+  stats = {
+    'secs': 2.0,
+    'pools': {'a': {'turns': 3, 'lost': 1}},
+    'ends': {types.EpisodeEnd.WALL_CLOCK: 1},
+    'failures': {'a: wall_clock': 1},
+    'errors': ('text',),
+    'response_tokens': (1, 5),
+    'lost_tokens': (),
+    'rewards': (1.0,),
+    'staleness': {0: 3},
+  }
+  scalars, histograms = metrics.rollout_metrics(stats)
+  assert scalars == {
+    'sampling/secs': 2.0,
+    'source/a/sampling/turns': 3.0,
+    'source/a/sampling/lost': 1.0,
+    'sampling/ends/wall_clock': 1.0,
+    'sampling/failures/a: wall_clock': 1.0,
+  }
+  assert histograms['sampling/response_tokens'].counts[:5] == (0, 1, 0, 1, 0)
+  assert sum(histograms['sampling/lost_tokens'].counts) == 0
