@@ -15,7 +15,6 @@ import fcntl
 import json
 import os
 import pathlib
-import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
@@ -60,10 +59,20 @@ class Workdir:
     self._lock = self._take_lock()
     if not known or self._config != dict(config):
       _write_atomically(self.path / 'config.json', json.dumps(config, indent=2) + '\n')
-    with open(self.path / 'incarnations', 'a+', encoding='utf-8') as file:
-      file.seek(0)
-      self.incarnation = len(file.readlines())
-      file.write(time.strftime('%Y-%m-%dT%H:%M:%SZ\n', time.gmtime()))
+    self._starts_file = self.path / 'starts'
+    self.starts: tuple[int, ...] = ()
+    if self._starts_file.exists():
+      self.starts = tuple(int(line) for line in self._starts_file.read_text().split())
+
+  @property
+  def incarnation(self) -> int:
+    """Which start of the run this is, from 0; known once it has begun."""
+    return len(self.starts) - 1
+
+  def begin(self, update: int) -> None:
+    """Records that this start goes on from weights with `update` updates applied."""
+    self.starts = (*self.starts, update)
+    _write_atomically(self._starts_file, ''.join(f'{start}\n' for start in self.starts))
 
   def _check_existing(self, config: Mapping[str, Any]) -> bool:
     """Refuses a directory that this run must not write in, before anything is written."""

@@ -8,10 +8,12 @@ _CONFIG = {'arm': 'sc_mis', 'updates': 3, 'pools': {'a': {'format': 'bf16'}}}
 
 
 def test_counts_its_starts_and_keeps_its_configuration(tmp_path) -> None:
-  for start in range(3):
+  for start, update in enumerate([0, 20, 20]):
     owned = workdir.Workdir(tmp_path / 'run', _CONFIG)
+    owned.begin(update)
     assert owned.incarnation == start
     owned.close()
+  assert owned.starts == (0, 20, 20)
   assert json.loads((tmp_path / 'run' / 'config.json').read_text()) == _CONFIG
 
 

@@ -1,0 +1,255 @@
+"""From a configuration to the parts of a run. ConfigDict stops here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+from ml_collections import config_dict
+
+from mimo import fleet, objectives
+from mimo.evaluation import evaluate as evaluation
+from mimo.experiments import settings
+from mimo.models.config import ModelConfig
+from mimo.rollouts.base import RolloutSettings
+from mimo.rollouts.session import EpisodeSpec, run_episode
+from mimo.samplers.base import Sampler
+from mimo.samplers.engine import EngineSettings
+from mimo.samplers.native import NativeSampler
+from mimo.tasks import repair
+from mimo.tasks.base import Task
+from mimo.trainer.packing import Bucket
+from mimo.trainer.sharding import make_mesh
+from mimo.trainer.state import TrainerConfig
+from mimo.trainer.update import Trainer
+from mimo.types import PromptRef, SamplingParams, Source, Trajectory
+from mimo.weights.calibration import calibrate
+from mimo.weights.checkpoints import load_policy
+from mimo.weights.publication import ViewFollower
+from mimo.weights.store import Store
+from mimo.weights.views import ViewSpec
+
+# The view that evaluations read, whatever the pools serve.
+EVALUATION_VIEW = 'bf16'
+
+_CALIBRATION_PROMPTS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+  """Weights to start from.
+
+  Attributes:
+    model: the decoder.
+    params: float32.
+    tokenizer_files: name -> content.
+  """
+
+  model: ModelConfig
+  params: dict[str, Any]
+  tokenizer_files: dict[str, bytes]
+
+
+def make_task(name: str) -> Task:
+  """Returns the task called `name`."""
+  tasks = {'repair': repair.RepairTask}
+  return tasks[settings.one_of('task', name, tasks)]()
+
+
+def make_policy(path: str, task: Task) -> Policy:
+  """Reads a checkpoint, or where `path` is '' the task's own base policy."""
+  own = {'repair': repair.POLICY_DIR}
+  if not path and task.name not in own:
+    raise ValueError(f'policy is empty and task {task.name} ships none; expected a checkpoint')
+  return Policy(*load_policy(path or own[task.name]))
+
+
+def make_arm(config: config_dict.ConfigDict) -> objectives.Arm:
+  """Returns the arm, with the configuration's bounds of the ratio."""
+  arm = objectives.arm(config.arm)
+  bounds = {'low': config.objective.low, 'high': config.objective.high}
+  return dataclasses.replace(arm, correction=dataclasses.replace(arm.correction, **bounds))
+
+
+def make_pools(config: config_dict.ConfigDict) -> tuple[fleet.Pool, ...]:
+  """Returns the fleet, in the order of names."""
+  return tuple(
+    fleet.Pool(
+      name=name,
+      accelerator=pool.accelerator,
+      gpus_per_replica=pool.gpus_per_replica,
+      replicas=1,
+      format=pool.format,
+      kv_cache_dtype=pool.kv_cache_dtype,
+      prefix_cache=pool.prefix_cache,
+      sessions_per_replica=pool.sessions,
+      usd_per_gpu_hour=fleet.list_price(pool.accelerator),
+      turns_per_hour=pool.turns_per_hour,
+    )
+    for name, pool in sorted(config.pools.items())
+  )
+
+
+def make_sampling(
+  config: config_dict.ConfigDict, arm: objectives.Arm, task: Task
+) -> SamplingParams:
+  """Returns how the pools draw: from their nucleus where the arm replays it."""
+  return SamplingParams(
+    temperature=config.sampling.temperature,
+    top_p=config.sampling.top_p if arm.topp else 1.0,
+    top_k=config.sampling.top_k if arm.topp else 0,
+    candidates=config.sampling.candidates,
+    max_turn_tokens=task.max_turn_tokens,
+    stop_ids=task.stop_ids,
+  )
+
+
+def make_trainer(
+  config: config_dict.ConfigDict, model: ModelConfig, arm: objectives.Arm, num_sources: int
+) -> Trainer:
+  """Returns the update, which compiles at its first use."""
+  options = config.trainer
+  copied = (
+    'learning_rate',
+    'b1',
+    'b2',
+    'eps',
+    'weight_decay',
+    'max_grad_norm',
+    'warmup_updates',
+    'head_chunk_tokens',
+    'compute_dtype',
+    'remat',
+  )
+  return Trainer(
+    model,
+    TrainerConfig(
+      temperature=config.sampling.temperature, **{name: options[name] for name in copied}
+    ),
+    correction=arm.correction,
+    num_sources=num_sources,
+    mesh=make_mesh(options.mesh.data, options.mesh.fsdp, options.mesh.tensor),
+  )
+
+
+def make_buckets(config: config_dict.ConfigDict) -> tuple[Bucket, ...]:
+  """Returns the shape of micro-batches."""
+  options = config.trainer
+  return (Bucket(options.row_tokens, options.row_trained_tokens, options.rows),)
+
+
+def make_views(
+  config: config_dict.ConfigDict, pools: Sequence[fleet.Pool], policy: Policy, task: Task
+) -> dict[str, ViewSpec]:
+  """Returns the views to publish, by name: one per format served, and the evaluation's."""
+  formats = sorted({pool.format for pool in pools} | {EVALUATION_VIEW})
+  scales = None
+  if 'nvfp4_w4a4' in formats:
+    prompts = [
+      task.start('train', index).prompt
+      for index in range(min(_CALIBRATION_PROMPTS, task.size('train')))
+    ]
+    scales = calibrate(policy.model, policy.params, prompts)
+  return {
+    name: ViewSpec(
+      name,
+      block_scale=config.block_scale,
+      input_scales=scales if name == 'nvfp4_w4a4' else None,
+    )
+    for name in formats
+  }
+
+
+def make_samplers(
+  config: config_dict.ConfigDict,
+  pools: Sequence[fleet.Pool],
+  store: Store,
+  model: ModelConfig,
+  *,
+  max_tokens: int,
+  executor: Executor | None,
+) -> tuple[NativeSampler, ...]:
+  """Returns one native sampler per pool, not yet started."""
+  return tuple(
+    NativeSampler(
+      ViewFollower(store, pool.format),
+      source=pool.source,
+      config=model,
+      settings=EngineSettings(
+        slots=pool.sessions_per_replica,
+        max_tokens=max_tokens,
+        kv_cache_dtype=pool.kv_cache_dtype,
+        prefix_cache=pool.prefix_cache,
+      ),
+      emulate_activations=config.pools[pool.name].emulate_activations,
+      executor=executor,
+    )
+    for pool in pools
+  )
+
+
+def make_evaluator(
+  store: Store, model: ModelConfig, *, sessions: int, max_tokens: int, executor: Executor | None
+) -> NativeSampler:
+  """Returns the sampler that evaluations draw from: BF16 weights and cache."""
+  return NativeSampler(
+    ViewFollower(store, EVALUATION_VIEW),
+    source=Source('evaluation', 'cpu', EVALUATION_VIEW, 'bf16'),
+    config=model,
+    settings=EngineSettings(slots=sessions, max_tokens=max_tokens, kv_cache_dtype='bf16'),
+    executor=executor,
+  )
+
+
+def make_rollout_settings(
+  config: config_dict.ConfigDict, sampling: SamplingParams, incarnation: int
+) -> RolloutSettings:
+  """Returns what both ways of sampling need to know."""
+  return RolloutSettings(
+    groups=config.rollouts.prompts_per_update,
+    members=config.rollouts.group_size,
+    sampling=sampling,
+    seed=config.seed,
+    incarnation=incarnation,
+    split='train',
+    wall_clock_secs=config.rollouts.episode_timeout_secs,
+  )
+
+
+async def run_for_evaluation(
+  sampler: Sampler,
+  task: Task,
+  *,
+  prompt: PromptRef,
+  member: int,
+  params: SamplingParams,
+  key: np.ndarray,
+  session: str,
+) -> tuple[Trajectory, str | None]:
+  """Plays one episode of an evaluation: an `EpisodeRunner`."""
+  spec = EpisodeSpec(
+    session=session,
+    prompt=prompt,
+    member=member,
+    incarnation=0,
+    sampling=params,
+    key=key,
+    wall_clock_secs=None,
+  )
+  attempt = await run_episode(task, sampler, spec)
+  return attempt.trajectory, attempt.error
+
+
+def evaluation_splits(task: Task) -> tuple[str, ...]:
+  """Returns the subsets of 'heldout' that a task names: 'hard' where it has one."""
+  try:
+    return ('hard',) if task.size('hard') else ()
+  except ValueError:
+    return ()
+
+
+evaluate = functools.partial(evaluation.evaluate, run_for_evaluation)

@@ -1,0 +1,102 @@
+r"""Trains a policy from samplers that do not match it.
+
+    python -m mimo.experiments.train --config=configs/mixed.py[:arm] --workdir=DIR \
+        [--config.updates=N ...]
+
+The same command again goes on from the last complete checkpoint. SIGTERM saves and leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from absl import flags
+from ml_collections import config_dict
+
+from mimo.experiments import cli, defaults
+from mimo.experiments.run import Run, plan
+from mimo.experiments.workdir import Workdir
+
+_T = TypeVar('_T')
+
+
+class _Stopped(Exception):
+  """SIGTERM arrived."""
+
+
+async def _unless(stop: asyncio.Event, work: Awaitable[_T]) -> _T:
+  """Waits for `work`. Cancels it and raises _Stopped when `stop` is set first."""
+  task = asyncio.ensure_future(work)
+  stopping = asyncio.ensure_future(stop.wait())
+  try:
+    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+      return task.result()
+    raise _Stopped
+  finally:
+    for waiting in (task, stopping):
+      waiting.cancel()
+    await asyncio.gather(task, stopping, return_exceptions=True)
+
+
+def _due(every: int, step: int, last: int) -> bool:
+  return step in (0, last) or (every > 0 and step % every == 0)
+
+
+async def loop(run: Run, stop: asyncio.Event) -> None:
+  """Trains to the last update, or until `stop` is set. Saves either way."""
+  config = run.plan.config
+  last = config.updates
+  done = run.start
+  try:
+    await run.open()
+    while True:
+      # Before the checkpoint: one that exists has its evaluation, or says that it has not.
+      if _due(config.evaluation.every_updates, done, last) and run.evaluated != done:
+        await _unless(stop, run.evaluate(done))
+      if done > run.start and _due(config.checkpoints.every_updates, done, last):
+        run.save(done)
+      if done >= last:
+        break
+      batch = await _unless(stop, run.rollouts.batch(done))
+      scalars = await run.update(batch)
+      done += 1
+      await run.publish(done)
+      run.record(done, batch, scalars)
+  except _Stopped:
+    run.save(done)
+    run.progress.note(f'stopped after {done} of {last} updates; the same command goes on from here')
+  finally:
+    await run.close()
+
+
+async def _train(run: Run) -> None:
+  stop = asyncio.Event()
+  asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+  await loop(run, stop)
+
+
+def train(config: config_dict.ConfigDict, workdir: str) -> None:
+  """Runs an experiment in `workdir`. Raises cli.Mistake for what cannot be meant."""
+  with cli.mistakes():
+    planned = plan(config)
+    run = Run(planned, Workdir(workdir, config.to_dict()))
+  asyncio.run(_train(run))
+  print(f'report: {run.write_report()}')
+
+
+def main() -> None:
+  """Reads the flags."""
+  config = cli.config_value()
+  train(
+    config, flags.FLAGS.workdir or defaults.default_workdir(flags.FLAGS['config'].config_filename)
+  )
+
+
+if __name__ == '__main__':
+  cli.define_config(None)
+  flags.DEFINE_string('workdir', None, 'where the run lives; runs/<config> when not given')
+  cli.run(main)
