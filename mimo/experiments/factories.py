@@ -142,18 +142,19 @@ def make_buckets(config: config_dict.ConfigDict) -> tuple[Bucket, ...]:
   return (Bucket(options.row_tokens, options.row_trained_tokens, options.rows),)
 
 
+def input_scales(policy: Policy, task: Task) -> dict[str, float]:
+  """Returns the scales that nvfp4_w4a4 fixes in advance, calibrated on the task's prompts."""
+  count = min(_CALIBRATION_PROMPTS, task.size('train'))
+  prompts = [task.start('train', index).prompt for index in range(count)]
+  return calibrate(policy.model, policy.params, prompts)
+
+
 def make_views(
   config: config_dict.ConfigDict, pools: Sequence[fleet.Pool], policy: Policy, task: Task
 ) -> dict[str, ViewSpec]:
   """Returns the views to publish, by name: one per format served, and the evaluation's."""
   formats = sorted({pool.format for pool in pools} | {EVALUATION_VIEW})
-  scales = None
-  if 'nvfp4_w4a4' in formats:
-    prompts = [
-      task.start('train', index).prompt
-      for index in range(min(_CALIBRATION_PROMPTS, task.size('train')))
-    ]
-    scales = calibrate(policy.model, policy.params, prompts)
+  scales = input_scales(policy, task) if 'nvfp4_w4a4' in formats else None
   return {
     name: ViewSpec(
       name,

@@ -197,7 +197,7 @@ class Run:
       subsets=factories.evaluation_splits(task),
     )
     summary = result.summary()
-    self.progress.note(evaluation_line(update, summary))
+    self.progress.note(evaluation_line(f'update {update}', summary))
     scalars = metrics.flatten('eval', summary)
     self.writer.scalars(update, scalars)
     self.writer.flush()

@@ -76,11 +76,11 @@ def update_line(step: int, total: int, scalars: Mapping[str, float]) -> str:
   )
 
 
-def evaluation_line(step: int, summary: Mapping[str, Mapping[str, float]]) -> str:
+def evaluation_line(of: str, summary: Mapping[str, Mapping[str, float]]) -> str:
   """Returns one evaluation as one line: pass@k by split with standard errors.
 
   Args:
-    step: updates applied to the policy evaluated.
+    of: the policy evaluated.
     summary: numbers by split, `pass@k` and `pass@k_error`; an incomplete one has `missing` > 0.
   """
   parts = []
@@ -93,4 +93,4 @@ def evaluation_line(step: int, summary: Mapping[str, Mapping[str, float]]) -> st
     if not scores:
       scores = [f'incomplete, {values["missing"]:.0f} samples are missing']
     parts.append(f'{split}: {", ".join(scores)}')
-  return f'evaluation after {step} updates  {"  |  ".join(parts)}'
+  return f'evaluation of {of}  {"  |  ".join(parts)}'

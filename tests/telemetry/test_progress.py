@@ -61,7 +61,7 @@ def test_evaluation_line():
     'heldout': {'tasks': 3, 'missing': 0, 'pass@1': 0.5, 'pass@1_error': 0.0125},
     'hard': {'tasks': 1, 'missing': 2, 'pass@1_low': 0.0, 'pass@1_high': 1.0},
   }
-  assert progress.evaluation_line(20, summary) == (
-    'evaluation after 20 updates  heldout: pass@1 0.500 ± 0.013  |  '
+  assert progress.evaluation_line('update 20', summary) == (
+    'evaluation of update 20  heldout: pass@1 0.500 ± 0.013  |  '
     'hard: incomplete, 2 samples are missing'
   )

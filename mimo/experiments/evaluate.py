@@ -1,0 +1,102 @@
+r"""Evaluates a checkpoint: in BF16, over the full vocabulary, unbiased pass@k on held-out tasks.
+
+    python -m mimo.experiments.evaluate --config=configs/mixed.py --checkpoint=DIR \
+        [--samples=8] [--out=FILE]
+
+`--checkpoint` is an Orbax checkpoint (a step, a directory of steps, a run's work directory) or a
+Hugging Face directory of plain weights. Of the configuration only the task, the seed and the
+evaluation's session count matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+import tempfile
+
+import jax
+import ml_dtypes
+from absl import flags
+from ml_collections import config_dict
+
+from mimo.evaluation.evaluate import EvalResult, full_vocabulary
+from mimo.experiments import cli, factories, settings
+from mimo.models.table import named_tensors
+from mimo.tasks.base import Task
+from mimo.telemetry.progress import evaluation_line
+from mimo.weights.publication import Publisher
+from mimo.weights.store import FileStore
+from mimo.weights.views import ViewSpec
+
+
+async def evaluate(
+  policy: factories.Policy, task: Task, *, samples: int, seed: int, sessions: int
+) -> EvalResult:
+  """Publishes the policy's BF16 view to a store of its own and samples it."""
+  rounded = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), policy.params)
+  with tempfile.TemporaryDirectory(prefix='mimo-evaluate-') as directory:
+    store = FileStore(directory)
+    views = {factories.EVALUATION_VIEW: ViewSpec(factories.EVALUATION_VIEW)}
+    publisher = Publisher(store, policy.model, policy.tokenizer_files, views, 0)
+    publisher.publish(0, list(named_tensors(policy.model, rounded)))
+    sampler = factories.make_evaluator(
+      store, policy.model, sessions=sessions, max_tokens=task.max_tokens, executor=None
+    )
+    try:
+      await sampler.start()
+      return await factories.evaluate(
+        sampler,
+        task,
+        params=full_vocabulary(task),
+        samples=samples,
+        seed=seed,
+        subsets=factories.evaluation_splits(task),
+      )
+    finally:
+      await sampler.close()
+
+
+def _plan(
+  config: config_dict.ConfigDict, checkpoint: str | None, samples: int, out: str | None
+) -> tuple[factories.Policy, Task]:
+  """Reads what the flags name. Raises ValueError or OSError."""
+  settings.check(config)
+  if not checkpoint:
+    raise ValueError('--checkpoint is missing; expected an Orbax or Hugging Face checkpoint')
+  if samples < 1:
+    raise ValueError(f'--samples is {samples}; expected at least 1')
+  if out and not pathlib.Path(out).absolute().parent.is_dir():
+    raise ValueError(f'--out: {pathlib.Path(out).parent} is no directory; expected one that exists')
+  task = factories.make_task(config.task)
+  if not task.size('heldout'):
+    raise ValueError(f"task {task.name}: split 'heldout' holds no tasks; expected at least one")
+  return factories.make_policy(checkpoint, task), task
+
+
+def main() -> None:
+  """Reads the flags."""
+  given = flags.FLAGS
+  config = cli.config_value()
+  with cli.mistakes():
+    policy, task = _plan(config, given.checkpoint, given.samples, given.out)
+  result = asyncio.run(
+    evaluate(
+      policy,
+      task,
+      samples=given.samples,
+      seed=config.seed,
+      sessions=config.evaluation.sessions,
+    )
+  )
+  print(evaluation_line(given.checkpoint, result.summary()))
+  if given.out:
+    pathlib.Path(given.out).write_text(json.dumps(result.to_json()) + '\n', encoding='utf-8')
+
+
+if __name__ == '__main__':
+  cli.define_config(None)
+  flags.DEFINE_string('checkpoint', None, 'an Orbax checkpoint or a Hugging Face directory')
+  flags.DEFINE_integer('samples', 8, 'per held-out task')
+  flags.DEFINE_string('out', None, 'a JSON file for every reward')
+  cli.run(main)

@@ -1,0 +1,74 @@
+r"""Turns a checkpoint into weights that a server loads, in any format.
+
+    python -m mimo.experiments.export --checkpoint=DIR --precision=bf16|fp8|nvfp4 --out=DIR
+
+`--checkpoint` is an Orbax checkpoint (a step, a directory of steps, a run's work directory) or a
+Hugging Face directory of plain weights. `--format` names a layout that `--precision` does not:
+fp8_channel, or nvfp4_w4a4, whose input scales are calibrated on the prompts of `--task`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+
+import jax
+import ml_dtypes
+from absl import flags
+
+from mimo.experiments import cli, factories
+from mimo.models.table import named_tensors
+from mimo.weights import formats
+from mimo.weights.checkpoints import load_policy
+from mimo.weights.views import write_view
+
+
+def export(
+  checkpoint: str, out: str, *, weight_format: str, block_scale: str, task_name: str
+) -> None:
+  """Writes the view `out`. Raises ValueError or OSError, with nothing half-written."""
+  if pathlib.Path(out).exists() and (
+    not pathlib.Path(out).is_dir() or any(pathlib.Path(out).iterdir())
+  ):
+    raise ValueError(f'{out} exists; expected a new or empty directory')
+  policy = factories.Policy(*load_policy(checkpoint))
+  scales = None
+  if weight_format == 'nvfp4_w4a4':
+    scales = factories.input_scales(policy, factories.make_task(task_name))
+  rounded = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), policy.params)
+  write_view(
+    out,
+    policy.model,
+    named_tensors(policy.model, rounded),
+    weight_format,
+    tokenizer_files=policy.tokenizer_files,
+    block_scale=block_scale,
+    input_scales=scales,
+  )
+
+
+def main() -> None:
+  """Reads the flags."""
+  given = flags.FLAGS
+  with cli.mistakes():
+    for name in ('checkpoint', 'out'):
+      if not given[name].value:
+        raise ValueError(f'--{name} is missing; expected a directory')
+    weight_format = formats.resolve_format(precision=given.precision, format=given.format)
+    export(
+      given.checkpoint,
+      given.out,
+      weight_format=weight_format,
+      block_scale=given.block_scale,
+      task_name=given.task,
+    )
+  print(f'{weight_format}: {given.out}')
+
+
+if __name__ == '__main__':
+  flags.DEFINE_string('checkpoint', None, 'an Orbax checkpoint or a Hugging Face directory')
+  flags.DEFINE_string('precision', None, 'bf16, fp8 (fp8_block) or nvfp4 (nvfp4_w4a16)')
+  flags.DEFINE_string('format', None, 'any format by name, in place of --precision')
+  flags.DEFINE_string('out', None, 'the directory to write; new or empty')
+  flags.DEFINE_string('block_scale', 'amax', 'nvfp4 block scales: amax or four_over_six')
+  flags.DEFINE_string('task', 'repair', 'whose prompts calibrate nvfp4_w4a4')
+  cli.run(main)
