@@ -14,6 +14,7 @@ costs a number but never shows a half-written view.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import pathlib
@@ -159,9 +160,14 @@ class Publisher:
     written = self._write_views(scratch, tensors, input_scales)
     number = self._next_number() if written else 0
     version = Version(number, self._incarnation, update)
-    for name in written:
+    # Views at the same time: they wait for the disk more than they compute.
+    with concurrent.futures.ThreadPoolExecutor(len(self._views)) as pool:
+      stored = {
+        name: pool.submit(self._publish_view, name, version, scratch / name) for name in written
+      }
+    for name, future in stored.items():
       try:
-        self._publish_view(name, version, scratch / name)
+        future.result()
       except Exception as error:  # whatever it is, it is this view's alone
         self._fail(name, error)
     return version
@@ -194,11 +200,13 @@ class Publisher:
     return written
 
   def _publish_view(self, name: str, version: Version, directory: pathlib.Path) -> None:
-    files: dict[str, Blob] = {}
-    for path in sorted(directory.iterdir()):
-      key = f'{_view_key(name, version.number)}/{path.name}'
-      files[path.name] = hash_file(path)
-      _expect_blob(key, self._store.adopt(key, path), files[path.name])
+    key = _view_key(name, version.number)
+    files = {path.name: hash_file(path) for path in sorted(directory.iterdir())}
+    stored = self._store.adopt(key, directory)
+    for file, blob in files.items():
+      if file not in stored:
+        raise ValueError(f'{key}/{file} is missing')
+      _expect_blob(f'{key}/{file}', stored[file], blob)
     manifest = {
       'version': dataclasses.asdict(version),
       'format': self._views[name].format,
@@ -275,8 +283,9 @@ class ViewFollower:
         start published beyond a later one's is abandoned.
     """
     for version in reversed(self.versions()):
-      abandoned = version.update > min(starts[version.incarnation + 1 :], default=version.update)
-      if version.update == update and not abandoned:
+      if version.update != update or version.incarnation >= len(starts):
+        continue
+      if update <= min(starts[version.incarnation + 1 :], default=update):
         return version
     return None
 

@@ -13,8 +13,10 @@ a relative path, so a set of blobs under one prefix is an ordinary directory.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import os
@@ -29,6 +31,7 @@ from typing import Protocol
 _KEY = re.compile(r'[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*')
 _CHUNK_BYTES = 1 << 20
 _SWEEP_SECS = 86400.0
+_SYNCS = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,13 +51,17 @@ class Store(Protocol):
 
   @property
   def scratch(self) -> pathlib.Path:
-    """A local directory for files that `adopt` will take; it exists."""
+    """A local directory in which to make what `adopt` will take; it exists."""
 
   def write(self, key: str, content: bytes) -> Blob:
     """Stores bytes durably under a key; returns what reading them back gave."""
 
-  def adopt(self, key: str, path: pathlib.Path) -> Blob:
-    """`write` for a file, which the caller must not change afterwards."""
+  def adopt(self, prefix: str, directory: pathlib.Path) -> dict[str, Blob]:
+    """Stores a flat directory's files durably under `prefix/<name>`, all of them or none.
+
+    The directory may be taken: the caller must not use it afterwards. Returns name -> what reading
+    the stored file back gave.
+    """
 
   def read(self, key: str) -> bytes: ...
 
@@ -93,31 +100,46 @@ class FileStore:
     return self.root / 'scratch'
 
   def write(self, key: str, content: bytes) -> Blob:
-    self._blob_path(key)
-    handle, name = tempfile.mkstemp(dir=self.scratch)
-    try:
-      with os.fdopen(handle, 'wb') as file:
-        file.write(content)
-      return self.adopt(key, pathlib.Path(name))
-    finally:
-      pathlib.Path(name).unlink(missing_ok=True)
-
-  def adopt(self, key: str, path: pathlib.Path) -> Blob:
     target = self._blob_path(key)
     if target.is_dir():
       raise ValueError(f'{key}: other keys lie under it; expected a key of its own')
-    if not self._same_device(path):
-      return self._copy_in(key, path)
-    path.chmod(0o444)
-    sync(path)
-    self._make_directories(target.parent)
-    try:
-      os.link(path, target)
-    except FileExistsError:
-      if hash_file(target) != hash_file(path):
-        raise ValueError(f'{key} is stored with other content; blobs never change') from None
+    with tempfile.TemporaryDirectory(dir=self.scratch) as directory:
+      path = pathlib.Path(directory, 'content')
+      path.write_bytes(content)
+      path.chmod(0o444)
+      sync(path)
+      self._make_directories(target.parent)
+      try:
+        os.link(path, target)
+      except FileExistsError:
+        if hash_file(target) != hash_file(path):
+          raise _changed(key) from None
     sync(target.parent)
     return hash_file(target)
+
+  def adopt(self, prefix: str, directory: pathlib.Path) -> dict[str, Blob]:
+    target = self._blob_path(prefix)
+    with tempfile.TemporaryDirectory(dir=self.scratch) as staging:
+      if not self._same_device(directory):
+        directory = pathlib.Path(shutil.copytree(directory, f'{staging}/copy'))
+      files = sorted(directory.iterdir())
+      for path in files:
+        self._blob_path(f'{prefix}/{path.name}')
+        path.chmod(0o444)
+      # At the same time: each waits for the disk, which takes them all in one go.
+      with concurrent.futures.ThreadPoolExecutor(_SYNCS) as pool:
+        list(pool.map(sync, files))
+      sync(directory)
+      self._make_directories(target.parent)
+      try:
+        directory.rename(target)  # never onto a directory that holds something
+      except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+          raise
+        if not target.is_dir() or _hash_files(target) != _hash_files(directory):
+          raise _changed(prefix) from None
+    sync(target.parent)
+    return _hash_files(target)
 
   def read(self, key: str) -> bytes:
     try:
@@ -208,10 +230,6 @@ class FileStore:
   def _same_device(self, path: pathlib.Path) -> bool:
     return path.stat().st_dev == self._blobs.stat().st_dev
 
-  def _copy_in(self, key: str, path: pathlib.Path) -> Blob:
-    with tempfile.TemporaryDirectory(dir=self.scratch) as directory:
-      return self.adopt(key, pathlib.Path(shutil.copyfile(path, f'{directory}/copy')))
-
 
 def hash_file(path: pathlib.Path) -> Blob:
   """Returns a file's checksum and size."""
@@ -221,6 +239,14 @@ def hash_file(path: pathlib.Path) -> Blob:
       digest.update(chunk)
       size += len(chunk)
   return Blob(digest.hexdigest(), size)
+
+
+def _hash_files(directory: pathlib.Path) -> dict[str, Blob]:
+  return {path.name: hash_file(path) for path in sorted(directory.iterdir())}
+
+
+def _changed(key: str) -> ValueError:
+  return ValueError(f'{key} is stored with other content; blobs never change')
 
 
 def sync(path: pathlib.Path) -> None:

@@ -4,6 +4,7 @@ import concurrent.futures
 import hashlib
 import multiprocessing
 import os
+import shutil
 import time
 
 import pytest
@@ -41,24 +42,33 @@ def test_a_stored_file_is_read_only(store):
   assert os.stat(store.local_path('k')).st_mode & 0o222 == 0
 
 
-def test_adopt_takes_a_file(store, tmp_path):
-  for place in (store.scratch / 'x', tmp_path / 'x'):
-    place.write_bytes(b'xyz')
-    blob = store.adopt('a/x', place)
-    assert blob.sha256 == hashlib.sha256(b'xyz').hexdigest()
-  assert store.list('') == ['a/x']
+def directory_of(path, **files):
+  path.mkdir()
+  for name, content in files.items():
+    (path / name).write_bytes(content)
+  return path
+
+
+def test_adopt_takes_a_directory_whole(store):
+  blobs = store.adopt('v/a/1', directory_of(store.scratch / 'x', f=b'xyz', g=b'abc'))
+  assert blobs['f'] == store_lib.Blob(hashlib.sha256(b'xyz').hexdigest(), 3)
+  assert store.list('') == ['v/a/1/f', 'v/a/1/g']
+  assert os.stat(store.local_path('v/a/1/f')).st_mode & 0o222 == 0
+  again = directory_of(store.scratch / 'x', f=b'xyz', g=b'abc')
+  assert store.adopt('v/a/1', again) == blobs
+  for files in ({'f': b'xyz'}, {'f': b'xyz', 'g': b'abd'}):
+    shutil.rmtree(store.scratch / 'x')
+    with pytest.raises(ValueError, match='v/a/1 is stored with other content'):
+      store.adopt('v/a/1', directory_of(store.scratch / 'x', **files))
+  assert store.read('v/a/1/g') == b'abc'
 
 
 def test_adopt_copies_from_another_device(store, tmp_path, monkeypatch):
-  source = tmp_path / 'x'
-  source.write_bytes(b'xyz')
-  calls = []
-  monkeypatch.setattr(
-    store, '_same_device', lambda path: not (calls.append(path) or path == source)
-  )
+  source = directory_of(tmp_path / 'x', f=b'xyz')
+  monkeypatch.setattr(store, '_same_device', lambda path: False)
   store.adopt('x', source)
-  assert store.read('x') == b'xyz'
-  assert len(calls) == 2 and list(store.scratch.iterdir()) == []
+  assert store.read('x/f') == b'xyz'
+  assert list(store.scratch.iterdir()) == []
 
 
 def test_list_and_delete(store):

@@ -1,0 +1,266 @@
+"""Resumable checkpoints with Orbax, and policies read from them or from Hugging Face directories.
+
+One step of a checkpoint directory holds a tree of arrays (`state`) and a JSON object (`meta`). A
+policy can be read from a step when the tree has the model's parameters under `params` and the meta
+has what `policy_meta` gives.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from mimo.models.config import ModelConfig
+from mimo.models.table import leaf, nest, table
+from mimo.weights import huggingface
+
+STATE = 'state'
+META = 'meta'
+PARAMS = 'params'
+WORKDIR_CHECKPOINTS = 'checkpoints'  # where a run's work directory keeps them
+
+_BINARY = 'base64:'
+
+
+class Checkpoints:
+  """The checkpoints of one run: asynchronous saves, the newest `keep` kept.
+
+  A save that a kill interrupts leaves no step behind; what it left is removed when the directory
+  is opened again. So one process opens it at a time.
+  """
+
+  def __init__(self, directory: str | os.PathLike[str], keep: int):
+    if keep < 1:
+      raise ValueError(f'keep is {keep}; expected at least 1 checkpoint')
+    self.directory = pathlib.Path(directory).absolute()
+    options = ocp.CheckpointManagerOptions(
+      max_to_keep=keep,
+      create=True,
+      cleanup_tmp_directories=True,
+      enable_async_checkpointing=True,
+    )
+    self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+  def save(self, step: int, tree: Any, meta: Mapping[str, Any]) -> None:
+    """Starts to save, and returns once the arrays are copied: they may then be donated.
+
+    A save still under way is waited for first; if it failed, its error is raised here.
+
+    Args:
+      step: larger than every step saved.
+      tree: a pytree of arrays.
+      meta: a JSON object.
+    """
+    latest = self.latest()
+    if latest is not None and step <= latest:
+      raise ValueError(f'step {step} does not follow the last one saved, {latest}')
+    json.dumps(meta)  # a meta that is no JSON fails here, not in the writer's thread
+    args = {STATE: ocp.args.StandardSave(tree), META: ocp.args.JsonSave(dict(meta))}
+    self._manager.save(step, args=ocp.args.Composite(**args))
+
+  def latest(self) -> int | None:
+    """Returns the newest complete step, or None."""
+    return self._manager.latest_step()
+
+  def steps(self) -> list[int]:
+    """Returns every complete step, in order."""
+    return sorted(self._manager.all_steps())
+
+  def restore(self, step: int, abstract_tree: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns (tree, meta) of a step.
+
+    Args:
+      step: one of `steps()`.
+      abstract_tree: the tree with a `jax.ShapeDtypeStruct`, or an array to be like, at each leaf;
+        their shardings say where the arrays go.
+
+    Raises:
+      ValueError: there is no such step, or it can't be read as this tree.
+    """
+    if step not in self._manager.all_steps():
+      raise ValueError(f'{self.directory} has no step {step}; it has {self.steps()}')
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, abstract_tree)
+    args = {STATE: ocp.args.StandardRestore(abstract), META: ocp.args.JsonRestore()}
+    with _unreadable(self.directory / str(step)):
+      restored = self._manager.restore(step, args=ocp.args.Composite(**args))
+    return restored[STATE], restored[META]
+
+  def meta(self, step: int) -> dict[str, Any]:
+    """Returns a step's meta alone."""
+    return _read_meta(self.directory / str(step))
+
+  def wait(self) -> None:
+    """Returns once every save is on disk. Raises what a save failed with."""
+    self._manager.wait_until_finished()
+
+  def close(self) -> None:
+    """Waits and frees what the manager holds."""
+    self._manager.close()
+
+
+def policy_meta(config: ModelConfig, tokenizer_files: Mapping[str, bytes]) -> dict[str, Any]:
+  """Returns the part of a checkpoint's meta from which `read_policy` knows the model."""
+  return {
+    'model': config.to_hf(),
+    'tokenizer': {name: _to_text(content) for name, content in tokenizer_files.items()},
+  }
+
+
+def load_policy(
+  path: str | os.PathLike[str],
+) -> tuple[ModelConfig, dict[str, Any], dict[str, bytes]]:
+  """Reads a policy from an Orbax checkpoint or a Hugging Face directory.
+
+  Args:
+    path: an Orbax step, a directory of steps or a run's work directory (the newest step of it), or
+      a Hugging Face directory of plain weights.
+
+  Returns:
+    (config, float32 parameters, tokenizer files).
+
+  Raises:
+    ValueError: one line naming what is missing or wrong.
+  """
+  root = pathlib.Path(path)
+  if not root.exists():
+    raise ValueError(f'{root} does not exist; expected an Orbax or Hugging Face checkpoint')
+  if not root.is_dir():
+    raise ValueError(f'{root} is a file; expected the directory of a checkpoint')
+  if _is_orbax(root):
+    return read_policy(root)
+  if (root / huggingface.CONFIG).is_file():
+    config, params = huggingface.read_model(root)
+    return config, params, huggingface.read_tokenizer_files(root)
+  raise ValueError(
+    f'{root} holds no checkpoint; expected an Orbax step, a directory of steps, a work directory '
+    f'with {WORKDIR_CHECKPOINTS}/, or a Hugging Face directory with {huggingface.CONFIG}'
+  )
+
+
+def read_policy(
+  path: str | os.PathLike[str],
+) -> tuple[ModelConfig, dict[str, Any], dict[str, bytes]]:
+  """`load_policy` for Orbax checkpoints: a step, a directory of steps, or a work directory.
+
+  Nothing in the directory is changed, so a run may be saving there.
+  """
+  step = find_step(path)
+  meta = _read_meta(step)
+  if 'model' not in meta or 'tokenizer' not in meta:
+    raise ValueError(f'{step}: its meta has {sorted(meta)}; expected model and tokenizer')
+  try:
+    config = ModelConfig.from_hf(meta['model'])
+  except ValueError as error:
+    raise ValueError(f'{step}: {error}') from None
+  params = _read_params(step, config)
+  return config, params, {name: _to_bytes(text) for name, text in meta['tokenizer'].items()}
+
+
+def find_step(path: str | os.PathLike[str]) -> pathlib.Path:
+  """Returns the step directory that a path names: itself, or the newest step in it.
+
+  Raises ValueError where there is no complete step.
+  """
+  root = pathlib.Path(path).absolute()
+  if _is_step(root):
+    return root
+  if (root / WORKDIR_CHECKPOINTS).is_dir():
+    root = root / WORKDIR_CHECKPOINTS
+  steps = [entry for entry in _numbered(root) if _is_step(entry)]
+  if not steps:
+    raise ValueError(f'{root} holds no complete checkpoint; expected numbered step directories')
+  return max(steps, key=lambda entry: int(entry.name))
+
+
+def _is_orbax(root: pathlib.Path) -> bool:
+  return _is_step(root) or (root / WORKDIR_CHECKPOINTS).is_dir() or bool(_numbered(root))
+
+
+def _numbered(root: pathlib.Path) -> list[pathlib.Path]:
+  if not root.is_dir():
+    return []
+  return [entry for entry in root.iterdir() if entry.name.isdigit() and entry.is_dir()]
+
+
+def _is_step(root: pathlib.Path) -> bool:
+  return (root / STATE).is_dir() and (root / META).is_dir() and _is_finished(root)
+
+
+def _is_finished(root: pathlib.Path) -> bool:
+  return not ocp.utils.is_tmp_checkpoint(root) and ocp.utils.is_checkpoint_finalized(root)
+
+
+def _read_meta(step: pathlib.Path) -> dict[str, Any]:
+  with _unreadable(step):
+    checkpointer = ocp.Checkpointer(ocp.JsonCheckpointHandler())
+    meta = checkpointer.restore(step / META, args=ocp.args.JsonRestore())
+  if not isinstance(meta, dict):
+    raise ValueError(f'{step}: its meta is a {type(meta).__name__}; expected an object')
+  return meta
+
+
+def _read_params(step: pathlib.Path, config: ModelConfig) -> dict[str, Any]:
+  """Reads the parameters alone, as numpy arrays, after checking their shapes by name."""
+  checkpointer = ocp.PyTreeCheckpointer()
+  with _unreadable(step):
+    stored = checkpointer.metadata(step / STATE).item_metadata.tree
+  if PARAMS not in stored:
+    raise ValueError(f'{step}: its state has {sorted(stored)}; expected {PARAMS}')
+  abstract = {}
+  for row in table(config):
+    shape = (config.num_layers, *row.shape) if row.stacked else row.shape
+    _check_shape(step, stored[PARAMS], row.path, shape)
+    abstract[row.path] = jax.ShapeDtypeStruct(shape, np.float32)
+  item = {PARAMS: nest(abstract)}
+  how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.float32), item)
+  with _unreadable(step):
+    args = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
+    return checkpointer.restore(step / STATE, args=args)[PARAMS]
+
+
+def _check_shape(
+  step: pathlib.Path, stored: Any, path: tuple[str, ...], shape: tuple[int, ...]
+) -> None:
+  try:
+    got = tuple(leaf(stored, path).shape)
+  except (KeyError, TypeError, AttributeError):
+    raise ValueError(f'{step}: parameter {"/".join(path)} is missing') from None
+  if got != shape:
+    raise ValueError(
+      f'{step}: parameter {"/".join(path)} has shape {list(got)}; expected {list(shape)}'
+    )
+
+
+@contextlib.contextmanager
+def _unreadable(step: pathlib.Path) -> Iterator[None]:
+  """Turns whatever a reader raises for a damaged or foreign checkpoint into one line."""
+  try:
+    yield
+  except Exception as error:
+    first = str(error).strip().splitlines() or ['']
+    raise ValueError(f'{step} can not be read: {type(error).__name__}: {first[0][:300]}') from error
+
+
+def _to_text(content: bytes) -> str:
+  try:
+    text = content.decode('utf-8')
+  except UnicodeDecodeError:
+    return _BINARY + base64.b64encode(content).decode('ascii')
+  if text.startswith(_BINARY):
+    return _BINARY + base64.b64encode(content).decode('ascii')
+  return text
+
+
+def _to_bytes(text: str) -> bytes:
+  if text.startswith(_BINARY):
+    return base64.b64decode(text.removeprefix(_BINARY))
+  return text.encode('utf-8')
