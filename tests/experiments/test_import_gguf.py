@@ -112,11 +112,16 @@ def test_greedy_continuations_equal_transformers(directory, tokenizer):
 @smollm2
 @pytest.mark.reference
 def test_tensors_equal_those_transformers_reads_from_the_gguf(directory):
+  import torch
   import transformers
+  from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-  path = import_gguf.find_in_package(PACKAGE)
-  model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
-  theirs = model.state_dict()
+  # `from_pretrained(gguf_file=)` does this too, but needs accelerate first.
+  config = transformers.AutoConfig.from_pretrained(directory)
+  with torch.device('meta'):
+    model = transformers.AutoModelForCausalLM.from_config(config)
+  path = str(import_gguf.find_in_package(PACKAGE))
+  theirs = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)['tensors']
   config, params = huggingface.read_model(directory)
   assert config.tie_embeddings
   count = 0
@@ -162,7 +167,7 @@ def test_config(directory):
 def test_find_in_package_refuses(tmp_path, monkeypatch):
   with pytest.raises(ValueError, match="no package 'no_such_package' is installed; expected one"):
     import_gguf.find_in_package('no_such_package')
-  with pytest.raises(ValueError, match="no package '../x' is installed"):
+  with pytest.raises(ValueError, match=r"no package '\.\./x' is installed"):
     import_gguf.find_in_package('../x')
   with pytest.raises(ValueError, match=r'holds 0 .gguf files; expected one'):
     import_gguf.find_in_package('json')

