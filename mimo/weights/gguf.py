@@ -203,12 +203,9 @@ def _tokenizer(fields: Mapping[str, Any]) -> tokenizers.Tokenizer:
     models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=merges)
   )
   # Each digit stands alone, then GPT-2's pattern cuts what lies between digits.
-  tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-    [
-      pre_tokenizers.Digits(individual_digits=True),
-      pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ]
-  )
+  digits = pre_tokenizers.Digits(individual_digits=True)
+  words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
   tokenizer.decoder = decoders.ByteLevel()
   for token, kind_id in zip(vocabulary, fields['tokenizer.ggml.token_type'], strict=True):
     if kind_id == _CONTROL:
