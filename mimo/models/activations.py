@@ -16,7 +16,8 @@ import jax.numpy as jnp
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 NVFP4_BLOCK = 16
-KINDS = ('fp8_token', 'nvfp4')
+FP8_BLOCK = 128
+KINDS = ('fp8_block', 'fp8_token', 'nvfp4')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +25,9 @@ class ActivationQuant:
   """How activations are rounded before each quantisable projection.
 
   Attributes:
-    kind: 'fp8_token' (dynamic) or 'nvfp4' (calibrated).
+    kind: 'fp8_block' or 'fp8_token' (dynamic), or 'nvfp4' (calibrated).
     scales: for nvfp4, a projection's path in the parameter dict -> [L] float32, the
-      `input_global_scale` of each layer; None for fp8_token.
+      `input_global_scale` of each layer; None for the others.
   """
 
   kind: str
@@ -63,6 +64,21 @@ def fp8_token(x: jax.Array) -> jax.Array:
   # A row of zeros has no scale of its own: any finite one returns zeros.
   scale = jnp.where(amax > 0, amax / E4M3_MAX, 1.0)
   return (_e4m3(wide / scale) * scale).astype(x.dtype)
+
+
+def fp8_block(x: jax.Array) -> jax.Array:
+  """Rounds each run of 128 features to e4m3 with a scale of its own, as `fp8_token` does a row.
+
+  Args:
+    x: [..., D] float; where D is no multiple of 128, the last run is shorter.
+
+  Returns:
+    [..., D], the dtype of `x`.
+  """
+  features = x.shape[-1]
+  padding = [(0, 0)] * (x.ndim - 1) + [(0, -features % FP8_BLOCK)]
+  blocks = jnp.pad(x, padding).reshape(*x.shape[:-1], -1, FP8_BLOCK)
+  return fp8_token(blocks).reshape(*x.shape[:-1], -1)[..., :features]
 
 
 def nvfp4(x: jax.Array, global_scale: jax.Array) -> jax.Array:

@@ -52,6 +52,8 @@ class Projection(nn.Module):
       self.variable(INPUT_AMAX, 'amax', jnp.zeros, (), jnp.float32).value = amax
     if self.quant_kind == 'fp8_token':
       x = activations.fp8_token(x)
+    elif self.quant_kind == 'fp8_block':
+      x = activations.fp8_block(x)
     elif self.quant_kind == 'nvfp4':
       x = activations.nvfp4(x, self.get_variable(INPUT_SCALES, 'global_scale'))
     matrix = jnp.asarray(kernel, self.dtype).reshape(features, math.prod(self.out_shape))
