@@ -36,7 +36,9 @@ _MAY_IMPORT: dict[str, frozenset[str]] = {
 # (importing module's prefix, imported module): doors that one file needs.
 _DOORS = frozenset(
   {
-    ('mimo.samplers.native', 'mimo.weights.views'),  # it reads views, never trainer arrays
+    # They read views, never the trainer's arrays.
+    ('mimo.samplers.native', 'mimo.weights.views'),
+    ('mimo.samplers.following', 'mimo.weights.views'),
   }
 )
 
@@ -131,8 +133,9 @@ def test_a_forbidden_import_is_named(importer: str, imported: str) -> None:
 
 
 def test_importing_a_room_parses_no_flags_and_starts_no_backend() -> None:
-  """Module level code only defines: no call other than decorators, frozensets and constants."""
+  """Module level code only defines. Telling JAX that a dataclass is a pytree is part of that."""
   for path in _FILES:
     for node in ast.parse(path.read_text()).body:
       called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-      assert not called, f'{path.name}:{node.lineno} calls something when it is imported'
+      pytree = called and ast.unparse(node).startswith('jax.tree_util.register_')
+      assert not called or pytree, f'{path.name}:{node.lineno} calls something when it is imported'

@@ -80,7 +80,7 @@ def run(main: Callable[[], None]) -> None:
   def guarded(argv: list[str]) -> None:
     if len(argv) > 1:
       _end(f'got the argument {argv[1]!r}; expected only flags', USAGE_ERROR)
-    logging.set_verbosity(logging.WARNING)
+    logging.set_verbosity(logging.ERROR)
     try:
       main()
     except Mistake as mistake:
