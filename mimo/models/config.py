@@ -25,7 +25,8 @@ _ROPE_SCALING = {
   ),
 }
 
-# What transformers takes where config.json is silent: equal for both families.
+# What transformers takes where config.json is silent, for both families. Sizes that it takes from
+# one published model, like Qwen3's 32 key heads of 128, must be stated instead.
 _ABSENT_THETA = 10_000.0
 _ABSENT_EPS = 1e-6
 
@@ -37,6 +38,12 @@ _SIZES = {
   'num_heads': 'num_attention_heads',
   'max_positions': 'max_position_embeddings',
 }
+
+_ROPE_KEYS = frozenset(
+  {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor'}.union(*_ROPE_SCALING.values())
+)
+
+_QWEN3_STATED = ('num_key_value_heads', 'head_dim')
 
 _CONSUMED = frozenset(
   {
@@ -60,6 +67,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, ...]] = {
   'mlp_bias': (False, None),
   'use_sliding_window': (False, None),
   'pretraining_tp': (1, None),
+  'rope_interleaved': (False, None),
   'partial_rotary_factor': (1.0, None),
 }
 
@@ -146,9 +154,13 @@ class ModelConfig:
     family = _value(config, 'model_type', None)
     if family not in _FAMILIES:
       raise ValueError(f'model_type is {family!r}; expected one of {sorted(_FAMILIES)}')
-    missing = [key for key in _SIZES.values() if key not in config]
+    stated = [*_SIZES.values(), *(_QWEN3_STATED if family == 'qwen3' else ())]
+    missing = [key for key in stated if _value(config, key, None) is None]
     if missing:
       raise ValueError(f'config of family {family!r} lacks {", ".join(missing)}')
+    for key in stated:
+      if not isinstance(config[key], int) or config[key] < 1:
+        raise ValueError(f'{key} is {config[key]!r}; expected a positive integer')
     for key, allowed in _REQUIRED_VALUES.items():
       if key in config and config[key] not in allowed:
         raise ValueError(f'{key} is {config[key]!r}; expected {allowed[0]!r}')
@@ -160,7 +172,7 @@ class ModelConfig:
     return ModelConfig(
       family=family,
       num_kv_heads=_value(config, 'num_key_value_heads', heads),
-      head_dim=_value(config, 'head_dim', _head_dim(family, config['hidden_size'], heads)),
+      head_dim=_value(config, 'head_dim', config['hidden_size'] // heads),
       rms_norm_eps=float(_value(config, 'rms_norm_eps', _ABSENT_EPS)),
       rope=_rope_from_hf(config),
       qk_norm=_FAMILIES[family][1],
@@ -198,21 +210,19 @@ def _value(config: Mapping[str, Any], key: str, absent: Any) -> Any:
   return config[key] if key in config and config[key] is not None else absent
 
 
-def _head_dim(family: str, hidden_size: int, num_heads: int) -> int:
-  return 128 if family == 'qwen3' else hidden_size // num_heads
-
-
 def _rope_from_hf(config: Mapping[str, Any]) -> RopeConfig:
   # In the older form the scaling stands apart from theta, and its type was once called 'type'.
-  given: dict[str, Any] = {}
-  for key in ('rope_parameters', 'rope_scaling'):
-    given |= _value(config, key, {})
+  given = _value(config, 'rope_scaling', {}) or _value(config, 'rope_parameters', {})
+  if not isinstance(given, Mapping):
+    raise ValueError(f'rope parameters are {given!r}; expected an object')
   theta = _value(given, 'rope_theta', _value(config, 'rope_theta', _ABSENT_THETA))
   rope_type = _value(given, 'rope_type', _value(given, 'type', 'default'))
   if rope_type not in _ROPE_SCALING:
     raise ValueError(f'rope_type is {rope_type!r}; expected one of {sorted(_ROPE_SCALING)}')
-  if 'original_max_position_embeddings' not in given:
-    given['original_max_position_embeddings'] = config['max_position_embeddings']
+  unknown = sorted(set(given) - _ROPE_KEYS)
+  if unknown:
+    raise ValueError(f'rope_parameters hold {", ".join(unknown)}; expected {sorted(_ROPE_KEYS)}')
+  given = {'original_max_position_embeddings': config['max_position_embeddings'], **given}
   missing = [name for name in _ROPE_SCALING[rope_type] if name not in given]
   if missing:
     raise ValueError(f'rope_type {rope_type!r} lacks {", ".join(missing)}')

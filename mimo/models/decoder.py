@@ -226,7 +226,9 @@ def extend(
     slots=jnp.where(present, positions, cache.length),
   )
   model = _Decoder(config, dtype, False, _kind(activation_quant), kv_quant)
-  return model.apply(_variables(params, activation_quant), tokens, present, context, cache)
+  variables = _variables(params, activation_quant)
+  hidden, cache = model.apply(variables, tokens, present, context, cache)
+  return jnp.where(present[..., None], hidden, 0), cache
 
 
 def _full_context(config: ModelConfig, segment_ids: jax.Array, positions: jax.Array) -> Context:

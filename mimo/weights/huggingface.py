@@ -177,19 +177,16 @@ def read_model(
   with _named(pathlib.Path(directory) / CONFIG):
     config = ModelConfig.from_hf(raw)
   reader = TensorReader(directory)
-  config, read = resolve_tie(config, reader.names(), reader.read)
+  config, stored_as = resolve_tie(config, reader.names(), reader.read)
 
-  def read_plain(name: str) -> np.ndarray:
-    info = reader.info(name)
+  def read(name: str) -> np.ndarray:
+    info = reader.info(stored_as(name))
     if info.dtype not in _PLAIN:
       raise ValueError(f'tensor {name} is stored as {info.dtype}; expected one of {sorted(_PLAIN)}')
-    return reader.read(name)
-
-  def read_checked(name: str) -> np.ndarray:
-    return read_plain(read(name))
+    return reader.read(stored_as(name))
 
   with _named(reader.directory):
-    return config, from_named_tensors(config, read_checked, dtype, place=place)
+    return config, from_named_tensors(config, read, dtype, place=place)
 
 
 def write_model(
