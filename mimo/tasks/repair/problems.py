@@ -17,8 +17,10 @@ from mimo.tasks.repair.machine import Instruction, Program
 
 SIZES = {'train': 65536, 'heldout': 256}
 INPUTS = range(16)
+SMALL_INPUTS = 8  # visible tests use inputs below it, so that numbers stay small
 NUM_VISIBLE = 4
 NUM_SHOWN = 3  # of the visible tests, in the prompt; `look` shows the rest
+_MAX_CONSTANT = 6
 _HELDOUT_SHARE = 8  # one correct program in so many is kept for held-out problems
 
 Test = tuple[int, int]  # input, expected answer
@@ -71,7 +73,7 @@ def alternatives(program: Program, line: int) -> list[Instruction]:
   """What a slip could have put in `line`: the other instructions of its kind."""
   op, _ = current = program[line]
   if op == 'push':
-    kind = [Instruction('push', n) for n in range(1, machine.MAX_CONSTANT + 1)]
+    kind = [Instruction('push', n) for n in range(1, _MAX_CONSTANT + 1)]
   elif op == 'loop':
     kind = [Instruction('loop', n) for n in range(len(program))]
   else:
@@ -121,11 +123,11 @@ def _step(rng: random.Random) -> Program:
   kind = rng.random()
   if kind < 0.7:
     op = rng.choice(('add', 'add', 'sub', 'mul', 'max', 'min'))
-    low, high = (2, 4) if op == 'mul' else (1, machine.MAX_CONSTANT)
+    low, high = (2, 3) if op == 'mul' else (1, _MAX_CONSTANT)
     return (_push(rng, low, high), Instruction(op))
   if kind < 0.9:
     return (Instruction('dup'), Instruction(rng.choice(('add', 'mul'))))
-  return (_push(rng, 1, machine.MAX_CONSTANT), Instruction('swap'), Instruction('sub'))
+  return (_push(rng, 1, _MAX_CONSTANT), Instruction('swap'), Instruction('sub'))
 
 
 def _loop(rng: random.Random) -> Program:
@@ -150,8 +152,9 @@ def _break(solution: Program, rng: random.Random) -> Problem | None:
   answers = {word: machine.run(solution, word) for word in INPUTS}
   tests: dict[int, int] = {w: a for w, a in answers.items() if not isinstance(a, machine.Fault)}
   # The visible tests stay clear of wrapping, so that they show what the program is meant to do.
-  plain = [w for w in tests if machine.run(solution, w, modulus=1 << 30) == tests[w]]
-  if len(tests) < len(INPUTS) or len(plain) < 6 or len(set(tests.values())) < 4:
+  small = [word for word in INPUTS if word < SMALL_INPUTS]
+  plain = [w for w in small if machine.run(solution, w, modulus=1 << 30) == answers[w]]
+  if len(tests) < len(INPUTS) or len(plain) < NUM_VISIBLE or len(set(tests.values())) < 4:
     return None
   seen = sorted(rng.sample(plain, NUM_SHOWN))
   seen += rng.sample([word for word in plain if word not in seen], NUM_VISIBLE - NUM_SHOWN)

@@ -7,14 +7,15 @@ import pathlib
 
 from mimo.tasks.repair import environment, problems, vocabulary
 
-_HERE = pathlib.Path(__file__).parent
-POLICY_DIR = _HERE / 'policy'  # the base policy, a Hugging Face directory
-HARD_FILE = _HERE / 'hard.txt'  # ids of the held-out problems that it solves least
+POLICY_DIR = pathlib.Path(__file__).parent / 'policy'  # the base policy, a Hugging Face directory
+HARD_FILE = POLICY_DIR / 'hard.txt'  # ids of the held-out problems that it solves least
 
 
 @functools.cache
 def _hard_indices() -> tuple[int, ...]:
   index = {problem.id: i for i, problem in enumerate(problems.heldout_problems())}
+  if not HARD_FILE.is_file():
+    raise ValueError(f'{HARD_FILE} is missing; mimo.experiments.pretrain writes it')
   names = HARD_FILE.read_text(encoding='utf-8').split()
   unknown = [name for name in names if name not in index]
   if unknown:

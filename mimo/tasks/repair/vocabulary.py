@@ -47,6 +47,7 @@ INSTRUCTIONS: dict[str, machine.Instruction] = {
   **{f'loop{n}': machine.Instruction('loop', n) for n in range(machine.MAX_LINES)},
 }
 LINES: dict[str, int] = {f'@{line}': line for line in range(machine.MAX_LINES)}
+PAD_ID = _IDS[PAD]
 STOP_ID = _IDS[END_OF_TURN]
 
 

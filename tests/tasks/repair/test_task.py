@@ -53,6 +53,11 @@ def test_a_stale_hard_list_is_named(repair: RepairTask, hard_file: pathlib.Path)
     repair.size('hard')
 
 
+def test_a_missing_hard_list_is_named(repair: RepairTask, hard_file: pathlib.Path):
+  with pytest.raises(ValueError, match=r'hard.txt is missing.*pretrain'):
+    repair.size('hard')
+
+
 @pytest.mark.parametrize(('split', 'index'), [('test', 0), ('heldout', 256), ('train', -1)])
 def test_what_does_not_exist_is_named(repair: RepairTask, split: str, index: int):
   with pytest.raises(ValueError, match='expected'):
