@@ -189,11 +189,15 @@ def apply(
     'aux': total.aux,
   }
   state = TrainState(params, opt_state, state.update + 1, state.skipped + skipped)
-  return state, metrics
+  return state, metrics | {'skipped_total': state.skipped.astype(jnp.float32)}
 
 
 class Trainer:
   """The update, compiled for one model, objective and mesh.
+
+  `zero_total(params)`, `micro_step(params, total, micro, denominator)` and `apply(state, total,
+  denominator)` are the functions of those names, jitted; `micro_step` donates its total and `apply`
+  its state. `update` composes them.
 
   Args:
     model: the decoder.
@@ -232,17 +236,17 @@ class Trainer:
     self._new_state = jax.jit(
       functools.partial(new_state, model, config), out_shardings=self.state_shardings
     )
-    self._zero_total = jax.jit(
+    self.zero_total = jax.jit(
       functools.partial(zero_total, self.spec), in_shardings=(params,), out_shardings=totals
     )
     # Micro-batches bring their own sharding, which depends on how many rows their bucket has.
-    self._micro_step = jax.jit(
+    self.micro_step = jax.jit(
       functools.partial(micro_step, self.spec),
       in_shardings=(params, totals, None, everywhere),
       out_shardings=totals,
       donate_argnums=1,
     )
-    self._apply = jax.jit(
+    self.apply = jax.jit(
       functools.partial(apply, self.spec),
       in_shardings=(self.state_shardings, totals, everywhere),
       out_shardings=(self.state_shardings, everywhere),
@@ -265,20 +269,16 @@ class Trainer:
     """Learns from one batch. `state` is donated: use the one returned.
 
     Returns:
-      (state, metrics): what `apply` returns, on the device, and of the batch, on the host,
-      `trained_tokens`, `tokens` and `padding_share`.
+      (state, metrics): what `apply` returns, on the device, and two numbers of the batch on the
+      host, `packed_tokens` and `padding_share`.
     """
     denominator = jax.device_put(np.float32(batch.trained), sharding.replicated(self.mesh))
-    total = self._zero_total(state.params)
+    total = self.zero_total(state.params)
     for micro in batch.micro:
       micro = sharding.place(micro, self.mesh)
-      total = self._micro_step(state.params, total, micro, denominator)
-    state, metrics = self._apply(state, total, denominator)
-    host = {
-      'trained_tokens': float(batch.trained),
-      'tokens': float(batch.tokens),
-      'padding_share': batch.padding_share,
-    }
+      total = self.micro_step(state.params, total, micro, denominator)
+    state, metrics = self.apply(state, total, denominator)
+    host = {'packed_tokens': float(batch.tokens), 'padding_share': batch.padding_share}
     return state, metrics | host
 
   def _abstract_state(self) -> TrainState:

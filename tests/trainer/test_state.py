@@ -1,0 +1,54 @@
+"""Settings that make no sense are refused by name."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mimo.trainer import state
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'learning_rate': 0.0}, 'learning_rate is 0.0; expected a finite number above 0'),
+    ({'learning_rate': float('nan')}, 'learning_rate is nan'),
+    ({'eps': -1e-8}, 'eps is -1e-08'),
+    ({'temperature': float('inf')}, 'temperature is inf'),
+    ({'weight_decay': -0.1}, 'weight_decay is -0.1; expected a finite number of at least 0'),
+    ({'max_grad_norm': -1.0}, 'max_grad_norm is -1.0'),
+    ({'warmup_updates': -1}, 'warmup_updates is -1'),
+    ({'b1': 1.0}, r'b1 is 1.0; expected a number in [0, 1)'),
+    ({'b2': -0.1}, 'b2 is -0.1'),
+    ({'head_chunk_tokens': 0}, 'head_chunk_tokens is 0; expected at least 1'),
+    ({'compute_dtype': 'float16'}, "compute_dtype is 'float16'; expected one of float32, bfloat16"),
+  ],
+)
+def test_refused(change, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    state.TrainerConfig(**({'learning_rate': 1e-3} | change))
+
+
+def test_the_study_is_the_default():
+  config = state.TrainerConfig(learning_rate=1e-6)
+  assert (config.b1, config.b2, config.weight_decay) == (0.9, 0.98, 0.1)
+  hash(config)
+
+
+def test_warm_up_then_constant():
+  config = state.TrainerConfig(learning_rate=0.4, warmup_updates=4)
+  rates = [float(state.learning_rate(config, jnp.int32(n))) for n in range(6)]
+  np.testing.assert_allclose(rates, [0.1, 0.2, 0.3, 0.4, 0.4, 0.4], rtol=1e-6)
+  config = state.TrainerConfig(learning_rate=0.4)
+  np.testing.assert_allclose(state.learning_rate(config, jnp.int32(0)), 0.4, rtol=1e-6)
+
+
+def test_new_state_is_float32_and_counts_from_zero(model, params):
+  new = state.new_state(model, state.TrainerConfig(learning_rate=1e-3), params)
+  floats = [x for x in jax.tree.leaves(new) if x.ndim]
+  assert {x.dtype for x in floats} == {np.dtype('float32')}
+  # Masters and two moments.
+  assert sum(x.size for x in floats) == 3 * sum(x.size for x in jax.tree.leaves(params))
+  assert (int(new.update), int(new.skipped)) == (0, 0)
