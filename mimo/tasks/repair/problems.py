@@ -21,6 +21,7 @@ SMALL_INPUTS = 8  # visible tests use inputs below it, so that numbers stay smal
 NUM_VISIBLE = 4
 NUM_SHOWN = 3  # of the visible tests, in the prompt; `look` shows the rest
 _MAX_CONSTANT = 6
+_MIN_ANSWERS = 4  # different ones among hidden tests, so that no constant passes
 _HELDOUT_SHARE = 8  # one correct program in so many is kept for held-out problems
 
 Test = tuple[int, int]  # input, expected answer
@@ -154,12 +155,14 @@ def _break(solution: Program, rng: random.Random) -> Problem | None:
   # The visible tests stay clear of wrapping, so that they show what the program is meant to do.
   small = [word for word in INPUTS if word < SMALL_INPUTS]
   plain = [w for w in small if machine.run(solution, w, modulus=1 << 30) == answers[w]]
-  if len(tests) < len(INPUTS) or len(plain) < NUM_VISIBLE or len(set(tests.values())) < 4:
+  if len(tests) < len(INPUTS) or len(plain) < NUM_VISIBLE:
     return None
   seen = sorted(rng.sample(plain, NUM_SHOWN))
   seen += rng.sample([word for word in plain if word not in seen], NUM_VISIBLE - NUM_SHOWN)
   visible = tuple((word, tests[word]) for word in seen)
   hidden = tuple((word, tests[word]) for word in INPUTS if word not in seen)
+  if len({answer for _, answer in hidden}) < _MIN_ANSWERS:
+    return None
   line = rng.randrange(len(solution))
   buggy = patch(solution, line, rng.choice(alternatives(solution, line)))
   if passes(buggy, visible[:NUM_SHOWN]) or passes(buggy, hidden):
