@@ -12,7 +12,9 @@ import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +31,7 @@ PARAMS = 'params'
 WORKDIR_CHECKPOINTS = 'checkpoints'  # where a run's work directory keeps them
 
 _BINARY = 'base64:'
+_STRAGGLER_SECS = 0.5
 
 
 class Checkpoints:
@@ -210,9 +213,9 @@ def _read_meta(step: pathlib.Path) -> dict[str, Any]:
 
 def _read_params(step: pathlib.Path, config: ModelConfig) -> dict[str, Any]:
   """Reads the parameters alone, as numpy arrays, after checking their shapes by name."""
-  checkpointer = ocp.PyTreeCheckpointer()
+  handler = ocp.PyTreeCheckpointHandler()
   with _unreadable(step):
-    stored = checkpointer.metadata(step / STATE).item_metadata.tree
+    stored = handler.metadata(step / STATE).tree
   if PARAMS not in stored:
     raise ValueError(f'{step}: its state has {sorted(stored)}; expected {PARAMS}')
   abstract = {}
@@ -224,7 +227,7 @@ def _read_params(step: pathlib.Path, config: ModelConfig) -> dict[str, Any]:
   how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.float32), item)
   with _unreadable(step):
     args = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
-    return checkpointer.restore(step / STATE, args=args)[PARAMS]
+    return ocp.Checkpointer(handler).restore(step / STATE, args=args)[PARAMS]
 
 
 def _check_shape(
@@ -243,11 +246,26 @@ def _check_shape(
 @contextlib.contextmanager
 def _unreadable(step: pathlib.Path) -> Iterator[None]:
   """Turns whatever a reader raises for a damaged or foreign checkpoint into one line."""
+  hook = sys.unraisablehook
+  sys.unraisablehook = _without_stragglers(hook)
   try:
     yield
   except Exception as error:
+    time.sleep(_STRAGGLER_SECS)
     first = str(error).strip().splitlines() or ['']
     raise ValueError(f'{step} can not be read: {type(error).__name__}: {first[0][:300]}') from error
+  finally:
+    sys.unraisablehook = hook
+
+
+def _without_stragglers(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+  """When one read fails Orbax closes its event loop, and the others print a traceback each."""
+
+  def filtered(unraisable: Any) -> None:
+    if 'Event loop is closed' not in str(unraisable.exc_value):
+      hook(unraisable)
+
+  return filtered
 
 
 def _to_text(content: bytes) -> str:
