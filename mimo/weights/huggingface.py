@@ -370,7 +370,7 @@ def _info(path: pathlib.Path, entry: Mapping[str, Any], data: int) -> TensorInfo
     raise ValueError(f'unknown dtype {entry["dtype"]!r}')
   begin, end = entry['data_offsets']
   info = TensorInfo(path, entry['dtype'], tuple(entry['shape']), data + begin)
-  if _end(info) != data + end:
+  if min(info.shape, default=0) < 0 or begin < 0 or _end(info) != data + end:
     raise ValueError(f'offsets {[begin, end]} for shape {entry["shape"]} of {entry["dtype"]}')
   return info
 
