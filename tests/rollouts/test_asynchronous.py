@@ -1,0 +1,425 @@
+import asyncio
+import collections
+import json
+import tracemalloc
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from mimo.rollouts.asynchronous import AsyncLimits, AsyncRollouts
+from mimo.rollouts.base import RolloutError, StaleRange
+from mimo.samplers.base import SamplerError
+from mimo.types import VersionSpan
+
+
+def _rollouts(kit, samplers, *, task=None, update_of=None, state=None, limits=None, **changes):
+  return AsyncRollouts(
+    task or kit.TinyTask(),
+    samplers,
+    kit.settings(**changes),
+    limits=limits or AsyncLimits(),
+    update_of={0: 0} if update_of is None else update_of,
+    state=state,
+  )
+
+
+def _group_of(call):
+  return int(call.session.split('/')[1])
+
+
+def _numbers(batch):
+  return [group.prompt.group for group in batch.groups]
+
+
+def test_batches_hold_whole_groups_in_the_order_in_which_they_end(kit):
+  async def main():
+    # Group 0 takes 9 s, every other 1 s.
+    sampler = kit.sampler(lambda call: kit.after(9.0 if _group_of(call) == 0 else 1.0)(call))
+    rollouts = _rollouts(kit, [sampler])
+    batch = await rollouts.batch(0)
+    assert _numbers(batch) == [1, 2] and batch.update == 0
+    assert [len(group.trajectories) for group in batch.groups] == [3, 3]
+    assert len(batch.trajectories) == len(batch.staleness) == 6
+    await rollouts.close()
+
+  kit.run(main())
+
+
+def test_sampling_goes_on_while_the_trainer_updates(kit):
+  async def main():
+    sampler = kit.sampler(kit.after(1.0), sessions=6)
+    rollouts = _rollouts(kit, [sampler])
+    first = await rollouts.batch(0)
+    assert first.stats.wait_secs == first.stats.secs == 1.0
+    await asyncio.sleep(10.0)  # an update
+    second = await rollouts.batch(1)
+    assert second.stats.wait_secs == 0.0 and second.stats.secs == 10.0
+    assert second.stats.sampled_tokens_per_sec == 2.0 * second.stats.pools['a'].episodes / 10.0
+    await rollouts.close()
+
+  kit.run(main())
+
+
+def test_equal_rewards_stay_in_the_batch(kit):
+  async def main():
+    rollouts = _rollouts(kit, [kit.sampler(kit.win)])
+    batch = await rollouts.batch(0)
+    await rollouts.close()
+    assert batch.stats.rewards == (1.0,) * 6
+
+  kit.run(main())
+
+
+def test_staleness_by_hand(kit):
+  """One group at a time, 10 s each; versions 5, 7, 9 hold updates 0, 1, 2."""
+
+  async def main():
+    update_of = {5: 0}
+    sampler = kit.sampler(kit.after(10.0), version=5)
+    rollouts = _rollouts(
+      kit,
+      [sampler],
+      update_of=update_of,
+      limits=AsyncLimits(in_flight_batches=1.0, buffered_batches=1.0),
+      groups=1,
+      members=2,
+    )
+    first = await rollouts.batch(0)  # at 10 s: group 0, all of version 5
+    assert first.staleness == ((StaleRange(2, 4, 0),),) * 2 and first.stats.staleness == {0: 4}
+    await asyncio.sleep(15.0)  # group 1 ends at 20 s, group 2 starts
+    update_of[7] = 1
+    sampler.serve(7)  # at 25 s, in the middle of group 2
+    second = await rollouts.batch(1)
+    assert second.stats.staleness == {1: 4}
+    await asyncio.sleep(10.0)
+    update_of[9] = 2
+    sampler.serve(9)  # at 35 s; group 2 ended at 30 s
+    third = await rollouts.batch(2)
+    assert [t.turns[0].spans for t in third.trajectories] == [
+      (VersionSpan(2, 3, 5), VersionSpan(3, 4, 7))
+    ] * 2
+    assert third.staleness == ((StaleRange(2, 3, 2), StaleRange(3, 4, 1)),) * 2
+    assert third.stats.staleness == {1: 2, 2: 2}
+    await rollouts.close()
+
+  kit.run(main())
+
+
+def _mixed_versions(kit, versions):
+  """A sampler whose member m draws under version `versions[m]`, in groups below 2; else under 9."""
+
+  async def script(call):
+    _, group, member, _ = map(int, call.session.split('/'))
+    turn = await kit.sampler(kit.win, version=versions[member] if group < 2 else 9).sample(
+      'x', call.tokens, call.params, call.key
+    )
+    return turn
+
+  return kit.sampler(script)
+
+
+def test_a_bound_drops_what_is_staler_as_it_would_be_trained_on(kit):
+  async def main():
+    sampler = _mixed_versions(kit, [5, 6, 6])
+    rollouts = _rollouts(
+      kit,
+      [sampler],
+      update_of={5: 0, 6: 1, 9: 3},
+      limits=AsyncLimits(max_staleness_updates=2),
+    )
+    batch = await rollouts.batch(3)  # staleness 3, 2, 2
+    assert [[t.member for t in g.trajectories] for g in batch.groups] == [[1, 2]] * 2
+    assert all(group.asked == 3 for group in batch.groups)
+    assert batch.stats.trajectories_stale == 2 and batch.stats.groups_dropped == 0
+    await rollouts.close()
+    rollouts = _rollouts(
+      kit,
+      [sampler],
+      update_of={5: 0, 6: 1, 9: 3},
+      limits=AsyncLimits(max_staleness_updates=1),
+    )
+    batch = await rollouts.batch(3)
+    assert _numbers(batch) == [2, 3] and batch.stats.staleness == {0: 12}
+    assert batch.stats.trajectories_stale == 6 and batch.stats.groups_dropped == 2
+    state = rollouts.state()
+    assert {0, 1, 2, 3}.isdisjoint(state['cursor']['outstanding'])
+    await rollouts.close()
+
+  kit.run(main())
+
+
+def test_abandoned_publications_are_dropped_and_counted(kit):
+  async def main():
+    sampler = _mixed_versions(kit, [5, 6, 6])
+    rollouts = _rollouts(kit, [sampler], update_of={6: 1, 9: 3})
+    batch = await rollouts.batch(3)
+    assert [[t.member for t in g.trajectories] for g in batch.groups] == [[1, 2]] * 2
+    assert batch.stats.trajectories_abandoned == 2
+    await rollouts.close()
+    rollouts = _rollouts(kit, [sampler], update_of={5: 0, 9: 3})
+    batch = await rollouts.batch(3)
+    assert _numbers(batch) == [2, 3]
+    assert batch.stats.trajectories_abandoned == 4 and batch.stats.groups_dropped == 2
+    await rollouts.close()
+
+  kit.run(main())
+
+
+def test_losses_are_replaced_and_counted(kit):
+  async def main():
+    def script(call):
+      if _group_of(call) == 1:
+        raise SamplerError('lost')
+      return [kit.WIN, kit.STOP]
+
+    rollouts = _rollouts(kit, [kit.sampler(script)])
+    batches = [await rollouts.batch(u) for u in range(2)]
+    assert sorted(_numbers(batches[0]) + _numbers(batches[1])) == [0, 2, 3, 4]
+    assert sum(b.stats.groups_dropped for b in batches) == 1
+    assert sum(b.stats.members_lost for b in batches) == 3
+    assert sum(len(b.stats.lost_tokens) for b in batches) == 9
+    assert 1 not in rollouts.state()['cursor']['outstanding']
+    await rollouts.close()
+
+  kit.run(main())
+
+
+@pytest.mark.parametrize('fraction', [0.1, 1.3, 2.7])
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=15, deadline=None)
+def test_the_bounds_are_never_exceeded(kit, fraction, data):
+  """Counted apart: groups that any session was opened for, less those handed out or dropped."""
+  groups = data.draw(st.integers(1, 4))
+  buffered = data.draw(st.sampled_from([1.0, 1.5, 2.0]))
+  latencies = data.draw(st.lists(st.sampled_from([0.0, 1.0, 7.0]), min_size=1, max_size=7))
+  pauses = data.draw(st.lists(st.sampled_from([0.0, 2.0, 30.0]), min_size=4, max_size=6))
+  lost = data.draw(st.sets(st.integers(0, 12), max_size=2))
+  max_in_flight = max(1, int(fraction * groups + 1e-9))
+  max_buffered = int(buffered * groups)
+  opened, gone, ended = set(), set(), set()
+  seen = []
+
+  def check():
+    out = opened - gone - lost
+    seen.append(len(out))
+    assert len(out) <= max_in_flight + max_buffered
+
+  async def script(call):
+    opened.add(_group_of(call))
+    check()
+    await asyncio.sleep(latencies[(_group_of(call) + len(call.session)) % len(latencies)])
+    if _group_of(call) in lost:
+      raise SamplerError('lost')
+    ended.add(_group_of(call))
+    return [kit.WIN, kit.STOP]
+
+  async def main():
+    samplers = [kit.sampler(script, sessions=s, pool=f'{s}') for s in (2, 5)]
+    limits = AsyncLimits(in_flight_batches=fraction, buffered_batches=buffered)
+    rollouts = _rollouts(kit, samplers, limits=limits, groups=groups, members=2, retries=0)
+    for update, pause in enumerate(pauses):
+      batch = await rollouts.batch(update)
+      gone.update(_numbers(batch))
+      check()
+      assert rollouts.in_flight <= max_in_flight and rollouts.buffered <= max_buffered
+      await asyncio.sleep(pause)
+    await asyncio.sleep(1000.0)
+    # Left alone, it fills up to its bounds and stops there.
+    assert rollouts.in_flight == max_in_flight and rollouts.buffered == max_buffered
+    assert len(opened - gone - lost) == max_in_flight + max_buffered
+    await rollouts.close()
+
+  kit.run(main())
+
+
+def test_a_bug_in_the_background_surfaces_in_batch(kit, monkeypatch):
+  async def main():
+    sampler = kit.sampler(kit.after(5.0))
+
+    async def bug(*_):
+      await asyncio.sleep(1.0)
+      raise KeyError('a typo')
+
+    monkeypatch.setattr(sampler, 'sample', bug)
+    rollouts = _rollouts(kit, [sampler])
+    for _ in range(2):  # and again, for whoever asks later
+      with pytest.raises(KeyError, match='a typo'):
+        await rollouts.batch(0)
+    assert asyncio.get_running_loop().time() == 1.0
+    await rollouts.close()
+    assert sampler.open_sessions == ()
+
+  kit.run(main())
+
+
+def test_a_group_cancelled_from_elsewhere_surfaces_too(kit, monkeypatch):
+  async def main():
+    sampler = kit.sampler(kit.after(5.0))
+
+    async def cancelled(*_):
+      raise asyncio.CancelledError
+
+    monkeypatch.setattr(sampler, 'sample', cancelled)
+    rollouts = _rollouts(kit, [sampler])
+    with pytest.raises(RolloutError, match='group 0 was cancelled'):
+      await rollouts.batch(0)
+    await rollouts.close()
+
+  kit.run(main())
+
+
+def test_a_fleet_that_is_down_ends_the_run_by_name(kit):
+  async def main():
+    def dead(call):
+      raise SamplerError('connection refused')
+
+    rollouts = _rollouts(kit, [kit.sampler(dead)])
+    with pytest.raises(RolloutError, match='connection refused'):
+      await rollouts.batch(0)
+    await rollouts.close()
+
+  kit.run(main())
+
+
+def test_close_ends_a_waiting_batch_and_releases_everything(kit):
+  async def main():
+    task = kit.TinyTask()
+    sampler = kit.sampler(kit.after(50.0))
+    rollouts = _rollouts(kit, [sampler], task=task)
+    waiting = asyncio.ensure_future(rollouts.batch(0))
+    await asyncio.sleep(1.0)
+    assert sampler.open_sessions
+    await rollouts.close()
+    with pytest.raises(RolloutError, match='closed'):
+      await waiting
+    assert sampler.open_sessions == () and task.opened == task.closed > 0
+    assert asyncio.get_running_loop().time() == 1.0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    await rollouts.close()
+    with pytest.raises(RolloutError, match='closed'):
+      await rollouts.batch(0)
+    # What was out is not lost: a source made from the state samples it.
+    assert rollouts.state()['cursor']['outstanding'] == [0, 1]
+
+  kit.run(main())
+
+
+def test_a_close_that_is_cancelled_can_be_called_again(kit, monkeypatch):
+  async def main():
+    sampler = kit.sampler(kit.after(50.0))
+    release = sampler.release
+
+    async def slow(name):
+      await asyncio.sleep(5.0)
+      await release(name)
+
+    monkeypatch.setattr(sampler, 'release', slow)
+    rollouts = _rollouts(kit, [sampler])
+    waiting = asyncio.ensure_future(rollouts.batch(0))
+    await asyncio.sleep(1.0)
+    closing = asyncio.ensure_future(rollouts.close())
+    await asyncio.sleep(1.0)
+    closing.cancel()
+    await asyncio.gather(closing, waiting, return_exceptions=True)
+    await rollouts.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+  kit.run(main())
+
+
+def test_a_cancelled_batch_loses_no_group(kit):
+  async def main():
+    rollouts = _rollouts(kit, [kit.sampler(kit.after(10.0), sessions=3)])
+    waiting = asyncio.ensure_future(rollouts.batch(0))
+    await asyncio.sleep(15.0)  # one of two groups is there
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert _numbers(await rollouts.batch(0)) == [0, 1]
+    await rollouts.close()
+
+  kit.run(main())
+
+
+@hypothesis.given(data=st.data())
+@hypothesis.settings(max_examples=25, deadline=None)
+def test_over_any_number_of_kills_each_prompt_is_trained_once_or_dropped(kit, data):
+  trained, lost = [], data.draw(st.sets(st.integers(0, 20), max_size=3))
+  state, totals = None, 0
+
+  async def live(state, incarnation):
+    """One start: some batches, a checkpoint after each or now and then, then a kill."""
+
+    async def script(call):
+      await asyncio.sleep(1.0 + _group_of(call) % 3)
+      if _group_of(call) in lost:
+        raise SamplerError('lost')
+      return [kit.WIN, kit.STOP]
+
+    rollouts = _rollouts(kit, [kit.sampler(script)], state=state, incarnation=incarnation)
+    saved, since = state, []
+    for update in range(data.draw(st.integers(0, 4))):
+      since += _numbers(await rollouts.batch(update))
+      await asyncio.sleep(data.draw(st.sampled_from([0.0, 9.0])))
+      if data.draw(st.booleans()):
+        saved = json.loads(json.dumps(rollouts.state()))
+        trained.extend(since)
+        since = []
+    await rollouts.close()
+    return saved
+
+  for incarnation in range(data.draw(st.integers(1, 4))):
+    state = kit.run(live(state, incarnation))
+  if state is not None:
+    cursor, totals = state['cursor'], state['totals']
+    assert len(set(trained)) == len(trained) == totals['groups_trained']
+    dropped = set(range(cursor['next'])) - set(trained) - set(cursor['outstanding'])
+    assert dropped <= lost and len(dropped) == totals.get('groups_dropped', 0)
+
+
+def test_memory_is_that_of_what_may_be_in_flight_and_buffered(kit):
+  """200 rollouts of 100,000 tokens while nobody keeps a batch: what is held is bounded."""
+  observation = np.full(49_990, 3, np.int32)
+
+  async def main():
+    task = kit.TinyTask(max_tokens=10**6, observation=observation)
+    script = lambda call: [kit.GO_ON if call.turn < 2 else kit.WIN, kit.STOP]
+    sampler = kit.sampler(script, max_tokens=10**6, sessions=4)
+    sampler.calls = collections.deque(maxlen=0)  # or the fake keeps every prompt it is given
+    rollouts = _rollouts(kit, [sampler], task=task, groups=4, members=5)
+    peaks = []
+    for update in range(10):
+      batch = await rollouts.batch(update)
+      assert min(len(t.tokens) for t in batch.trajectories) > 99_980
+      size = sum(t.tokens.nbytes + t.sampled.nbytes for t in batch.trajectories)
+      del batch
+      await asyncio.sleep(10.0)  # the buffer fills
+      peaks.append(tracemalloc.get_traced_memory()[0])
+    await rollouts.close()
+    return size, peaks
+
+  tracemalloc.start()
+  try:
+    size, peaks = kit.run(main())
+    _, highest = tracemalloc.get_traced_memory()
+  finally:
+    tracemalloc.stop()
+  # 5 groups in flight and 8 buffered of 4 in a batch; a record grows by doubling.
+  assert max(peaks) < (5 + 8) / 4 * size * 1.1
+  assert highest < (4 + 5 + 8) / 4 * size * 1.2
+  assert peaks[-1] < peaks[0] * 1.05
+
+
+@pytest.mark.parametrize(
+  ('field', 'value', 'message'),
+  [
+    ('in_flight_batches', 0.0, 'in_flight_batches is 0.0; expected a number > 0'),
+    ('in_flight_batches', float('nan'), 'in_flight_batches is nan'),
+    ('buffered_batches', 0.5, 'buffered_batches is 0.5; expected a number >= 1'),
+    ('max_staleness_updates', -1, 'max_staleness_updates is -1; expected a number >= 0 or None'),
+  ],
+)
+def test_limits_that_cannot_be_are_refused(field, value, message):
+  with pytest.raises(ValueError, match=message):
+    AsyncLimits(**{field: value})
