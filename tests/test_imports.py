@@ -133,7 +133,7 @@ def test_a_forbidden_import_is_named(importer: str, imported: str) -> None:
 
 
 def test_importing_a_room_parses_no_flags_and_starts_no_backend() -> None:
-  """Module level code only defines. A pytree's registration and a gradient rule are part of that."""
+  """Module level code only defines; a pytree's registration and a gradient rule do."""
   for path in _FILES:
     for node in ast.parse(path.read_text()).body:
       called = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
