@@ -111,7 +111,7 @@ def _backward(
     logp = _logits(h, head, temperature) - norm[:, None]
     pull = jnp.sum(dlogps, axis=-1) + dent * ent
     dz = -jnp.exp(logp) * (pull[:, None] + dent[:, None] * logp)
-    dz = dz.at[jnp.arange(len(i))[:, None], jnp.maximum(i, 0)].add(dlogps)
+    dz = jax.vmap(lambda row, at, add: row.at[at].add(add))(dz, jnp.maximum(i, 0), dlogps)
     dz = (dz / temperature).astype(dtype)
     dh = _dot(dz, head.astype(dtype), ((1,), (1,)))
     dhead = dhead + _dot(h.astype(dtype), dz, ((0,), (0,)))

@@ -112,7 +112,7 @@ def policy_loss(
 
 
 def _keep(x: jax.Array, where: jax.Array) -> jax.Array:
-  """Returns `x` in float32, without a gradient for adv-like inputs' garbage: 0 outside `where`."""
+  """Returns `x` in float32, and 0 without a gradient outside `where`."""
   return jnp.where(where, x, 0.0).astype(jnp.float32)
 
 
