@@ -144,9 +144,10 @@ class AsyncRollouts:
     self._closed = True
     self._changed.set()
     for task in self._running:
-      if not task.cancelling():
+      if not task.cancelling():  # a second cancel would break into its clean-up
         task.cancel()
-    await asyncio.gather(*self._running, return_exceptions=True)
+    if self._running:
+      await asyncio.wait(self._running)  # which, unlike gather, hands no cancel on
 
   def _pump(self) -> None:
     """Starts groups while the bounds allow it."""

@@ -110,7 +110,9 @@ def check_streams(
   hits = np.flatnonzero(ids == tokens[rows])
   gap = np.abs(row_logps[hits] - logps[rows[hits]])
   if gap.size and not gap.max() <= TOLERANCE:
-    raise SamplerError(f"a sampled log-prob is {gap.max():.4g} nats off its candidate's; expected none")
+    raise SamplerError(
+      f"a sampled log-prob is {gap.max():.4g} nats off its candidate's; expected < {TOLERANCE}"
+    )
   held = np.zeros(num, bool)
   held[rows[hits]] = True
   if (full_support & ~held).any():
@@ -118,7 +120,8 @@ def check_streams(
   mass = np.bincount(rows, weights=np.exp(row_logps, dtype=np.float64), minlength=num)
   if mass.max() > 1.0 + TOLERANCE:
     raise SamplerError(f'candidates hold a mass of {mass.max():.4f}; expected at most 1')
-  if full_support.any() and mass[full_support].min() <= 1.0 - TOLERANCE:
+  whole = float(mass[full_support].min(initial=1.0))
+  if whole <= 1.0 - TOLERANCE:
     raise SamplerError(
-      f'a whole support holds a mass of {mass[full_support].min():.4f}; expected 1 within {TOLERANCE}'
+      f'a whole support holds a mass of {whole:.4f}; expected 1 within {TOLERANCE}'
     )

@@ -32,8 +32,7 @@ async def together(jobs: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     return list(await asyncio.gather(*tasks))
   finally:
     for task in tasks:
-      if not task.cancelling():  # a second cancel would break into its clean-up
-        task.cancel()
+      task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 

@@ -154,9 +154,7 @@ def test_a_bug_ends_the_group_with_its_own_error(kit, monkeypatch):
   kit.run(main())
 
 
-def test_together_cancels_each_job_once(kit):
-  """A second cancel would break into the clean-up that the first one started."""
-
+def test_together_waits_for_the_clean_up_of_what_it_cancels(kit):
   async def main():
     cleaned = []
 
