@@ -42,9 +42,7 @@ def base(arm: str) -> config_dict.ConfigDict:
       },
       'trainer': {
         'learning_rate': 3e-4,
-        'b1': 0.9,
         'b2': 0.98,
-        'eps': 1e-8,
         'weight_decay': 0.1,
         'max_grad_norm': 1.0,
         'warmup_updates': 2,
@@ -57,9 +55,10 @@ def base(arm: str) -> config_dict.ConfigDict:
         'mesh': {'data': 1, 'fsdp': 1, 'tensor': 1},
       },
       'pools': {},
+      'emulate_activations': True,  # native samplers round what their format has a server round
       'block_scale': 'amax',  # or four_over_six: how nvfp4 block scales are chosen
-      'evaluation': {'every_updates': 20, 'samples': 4, 'sessions': 64},
-      'checkpoints': {'every_updates': 20, 'keep': 2},
+      'evaluation': {'every_updates': 20, 'samples': 4},
+      'checkpoints': {'every_updates': 20},
       'wandb_project': '',  # '' logs nowhere but the work directory
     }
   )
@@ -84,7 +83,6 @@ def pool(
       'format': weight_format,
       'kv_cache_dtype': 'fp8',
       'prefix_cache': 'keep',
-      'emulate_activations': True,
       'sessions': sessions,
       'turns_per_hour': throughput,
     }

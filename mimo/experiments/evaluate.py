@@ -4,8 +4,7 @@ r"""Evaluates a checkpoint: in BF16, over the full vocabulary, unbiased pass@k o
         [--samples=8] [--out=FILE]
 
 `--checkpoint` is an Orbax checkpoint (a step, a directory of steps, a run's work directory) or a
-Hugging Face directory of plain weights. Of the configuration only the task, the seed and the
-evaluation's session count matter.
+Hugging Face directory of plain weights. Of the configuration only the task and the seed matter.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from mimo.weights.store import FileStore
 from mimo.weights.views import ViewSpec
 
 
-async def evaluate(
-  policy: factories.Policy, task: Task, *, samples: int, seed: int, sessions: int
-) -> EvalResult:
+async def evaluate(policy: factories.Policy, task: Task, *, samples: int, seed: int) -> EvalResult:
   """Publishes the policy's BF16 view to a store of its own and samples it."""
   rounded = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), policy.params)
   with tempfile.TemporaryDirectory(prefix='mimo-evaluate-') as directory:
@@ -41,7 +38,7 @@ async def evaluate(
     publisher = Publisher(store, policy.model, policy.tokenizer_files, views, 0)
     publisher.publish(0, list(named_tensors(policy.model, rounded)))
     sampler = factories.make_evaluator(
-      store, policy.model, sessions=sessions, max_tokens=task.max_tokens, executor=None
+      store, policy.model, max_tokens=task.max_tokens, executor=None
     )
     try:
       await sampler.start()
@@ -86,7 +83,6 @@ def main() -> None:
       task,
       samples=given.samples,
       seed=config.seed,
-      sessions=config.evaluation.sessions,
     )
   )
   print(evaluation_line(given.checkpoint, result.summary()))

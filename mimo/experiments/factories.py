@@ -31,12 +31,13 @@ from mimo.weights.calibration import calibrate
 from mimo.weights.checkpoints import load_policy
 from mimo.weights.publication import ViewFollower
 from mimo.weights.store import Store
-from mimo.weights.views import ViewSpec
+from mimo.weights.views import ViewSpec, check_format
 
 # The view that evaluations read, whatever the pools serve.
 EVALUATION_VIEW = 'bf16'
 
 _CALIBRATION_PROMPTS = 64
+_EVALUATION_SESSIONS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,14 @@ def make_policy(path: str, task: Task) -> Policy:
   own = {'repair': repair.POLICY_DIR}
   if not path and task.name not in own:
     raise ValueError(f'policy is empty and task {task.name} ships none; expected a checkpoint')
-  return Policy(*load_policy(path or own[task.name]))
+  policy = Policy(*load_policy(path or own[task.name]))
+  highest = max(int(task.start('train', 0).prompt.max()), *task.stop_ids)
+  if highest >= policy.model.vocab_size:
+    raise ValueError(
+      f'{path} has a vocabulary of {policy.model.vocab_size}; expected at least {highest + 1}, for '
+      f'task {task.name}'
+    )
+  return policy
 
 
 def make_arm(config: config_dict.ConfigDict) -> objectives.Arm:
@@ -115,9 +123,7 @@ def make_trainer(
   options = config.trainer
   copied = (
     'learning_rate',
-    'b1',
     'b2',
-    'eps',
     'weight_decay',
     'max_grad_norm',
     'warmup_updates',
@@ -153,6 +159,11 @@ def make_views(
   config: config_dict.ConfigDict, pools: Sequence[fleet.Pool], policy: Policy, task: Task
 ) -> dict[str, ViewSpec]:
   """Returns the views to publish, by name: one per format served, and the evaluation's."""
+  for pool in pools:
+    try:
+      check_format(policy.model, pool.format)
+    except ValueError as error:
+      raise ValueError(f'pools.{pool.name}.format: {error}') from None
   formats = sorted({pool.format for pool in pools} | {EVALUATION_VIEW})
   scales = input_scales(policy, task) if 'nvfp4_w4a4' in formats else None
   return {
@@ -186,7 +197,7 @@ def make_samplers(
         kv_cache_dtype=pool.kv_cache_dtype,
         prefix_cache=pool.prefix_cache,
       ),
-      emulate_activations=config.pools[pool.name].emulate_activations,
+      emulate_activations=config.emulate_activations,
       executor=executor,
     )
     for pool in pools
@@ -194,14 +205,16 @@ def make_samplers(
 
 
 def make_evaluator(
-  store: Store, model: ModelConfig, *, sessions: int, max_tokens: int, executor: Executor | None
+  store: Store, model: ModelConfig, *, max_tokens: int, executor: Executor | None
 ) -> NativeSampler:
   """Returns the sampler that evaluations draw from: BF16 weights and cache."""
   return NativeSampler(
     ViewFollower(store, EVALUATION_VIEW),
     source=Source('evaluation', 'cpu', EVALUATION_VIEW, 'bf16'),
     config=model,
-    settings=EngineSettings(slots=sessions, max_tokens=max_tokens, kv_cache_dtype='bf16'),
+    settings=EngineSettings(
+      slots=_EVALUATION_SESSIONS, max_tokens=max_tokens, kv_cache_dtype='bf16'
+    ),
     executor=executor,
   )
 

@@ -33,9 +33,11 @@ from mimo.types import SamplingParams, Version
 from mimo.weights.checkpoints import Checkpoints, policy_meta
 from mimo.weights.publication import Publisher, ViewFollower
 from mimo.weights.store import FileStore
+from mimo.weights.views import ViewSpec
 
 # Publications that stay in the store: a replica may be this far behind while it loads.
 _KEPT_VERSIONS = 4
+_KEPT_CHECKPOINTS = 2
 
 _T = TypeVar('_T')
 
@@ -49,6 +51,7 @@ class Plan:
   policy: factories.Policy
   pools: tuple[fleet.Pool, ...]
   sampling: SamplingParams
+  views: dict[str, ViewSpec]
   learner_of: Callable[[Any], Learner]
   abstract_state: Any
   init_state: Callable[[Any], Any]
@@ -64,6 +67,11 @@ def plan(config: config_dict.ConfigDict) -> Plan:
   arm = factories.make_arm(config)
   pools = factories.make_pools(config)
   policy = factories.make_policy(config.policy, task)
+  if config.trainer.row_tokens < task.max_tokens:
+    raise ValueError(
+      f'trainer.row_tokens is {config.trainer.row_tokens}; expected at least '
+      f'{task.max_tokens}, the longest trajectory of {task.name}'
+    )
   trainer = factories.make_trainer(config, policy.model, arm, len(pools))
 
   def learner_of(state: Any) -> Learner:
@@ -82,6 +90,7 @@ def plan(config: config_dict.ConfigDict) -> Plan:
     policy=policy,
     pools=pools,
     sampling=factories.make_sampling(config, arm, task),
+    views=factories.make_views(config, pools, policy, task),
     learner_of=learner_of,
     abstract_state=trainer.abstract_state(),
     init_state=trainer.init_state,
@@ -97,7 +106,7 @@ class Run:
     self.plan = plan
     self.workdir = workdir
     self._lockstep = config.rollouts.schedule == 'lockstep'
-    self._checkpoints = Checkpoints(workdir.path / 'checkpoints', config.checkpoints.keep)
+    self._checkpoints = Checkpoints(workdir.path / 'checkpoints', _KEPT_CHECKPOINTS)
     step = self._checkpoints.latest()
     self._meta: dict[str, Any] = {'rollouts': None, 'ledger': None, 'evaluated': None}
     if step is None:
@@ -112,7 +121,7 @@ class Run:
       self.store,
       plan.policy.model,
       plan.policy.tokenizer_files,
-      factories.make_views(config, plan.pools, plan.policy, plan.task),
+      plan.views,
       workdir.incarnation,
     )
     self._follower = ViewFollower(self.store, factories.EVALUATION_VIEW)
@@ -149,7 +158,6 @@ class Run:
     self._evaluator = factories.make_evaluator(
       self.store,
       model,
-      sessions=plan.config.evaluation.sessions,
       max_tokens=plan.task.max_tokens,
       executor=self._sampling,
     )

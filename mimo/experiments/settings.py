@@ -27,8 +27,6 @@ _POSITIVE = (
   'sampling.temperature',
   'sampling.candidates',
   'evaluation.samples',
-  'evaluation.sessions',
-  'checkpoints.keep',
 )
 _NOT_NEGATIVE = (
   'seed',

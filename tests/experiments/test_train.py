@@ -1,0 +1,158 @@
+"""Whole runs of a tiny policy: they end, they go on after a kill, and they refuse bad input."""
+
+import json
+import pathlib
+import re
+import runpy
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from mimo.experiments import cli, settings, train
+from mimo.experiments.workdir import differing_keys
+from mimo.telemetry import writers
+from mimo.weights.checkpoints import load_policy
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+# Dies by SIGKILL, or is sent SIGTERM, where the update named by argv[3] has been recorded: at that
+# point its weights are published and written about, and its checkpoint is not yet saved.
+_INTERRUPTED = """
+import json, os, signal, sys
+from ml_collections import config_dict
+from mimo.experiments import run, train
+
+record = run.Run.record
+
+def recording(self, step, *rest):
+  record(self, step, *rest)
+  if step == int(sys.argv[3]):
+    os.kill(os.getpid(), getattr(signal, sys.argv[4]))
+
+run.Run.record = recording
+train.train(config_dict.ConfigDict(json.loads(sys.argv[1])), sys.argv[2])
+"""
+
+
+def _interrupt(config, directory, step: int, name: str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, '-c', _INTERRUPTED, json.dumps(config.to_dict()), directory, str(step), name],
+    capture_output=True,
+    text=True,
+    cwd=_ROOT,
+  )
+
+
+def _leaves(directory) -> list[np.ndarray]:
+  return [np.asarray(leaf) for leaf in jax.tree.leaves(load_policy(directory)[1])]
+
+
+def _records(directory) -> list[dict]:
+  """metrics.jsonl without what the clock decides."""
+  timed = ('speed/', 'sampling/secs', 'sampling/wait_secs', 'cost/billed')
+  return [
+    {name: value for name, value in record.items() if not name.startswith(timed)}
+    for record in writers.read(pathlib.Path(directory) / 'metrics.jsonl')
+  ]
+
+
+def test_lockstep_resumes_bit_identical_after_sigkill_and_sigterm(tiny_config, tmp_path) -> None:
+  whole, broken = str(tmp_path / 'whole'), str(tmp_path / 'broken')
+  train.train(tiny_config, whole)
+
+  # Update 3 is lost with the process: the last complete checkpoint is that of update 2.
+  killed = _interrupt(tiny_config, broken, 3, 'SIGKILL')
+  assert killed.returncode == -signal.SIGKILL, killed.stderr
+  stopped = _interrupt(tiny_config, broken, 3, 'SIGTERM')
+  assert stopped.returncode == 0, stopped.stderr
+  assert 'stopped after 3 of 4 updates' in stopped.stdout
+  train.train(tiny_config, broken)
+
+  for ours, theirs in zip(_leaves(broken), _leaves(whole), strict=True):
+    np.testing.assert_array_equal(ours, theirs)
+  assert _records(broken) == _records(whole)
+  assert (tmp_path / 'broken' / 'starts').read_text().split() == ['0', '2', '3']
+  assert [r['step'] for r in _records(whole) if 'rollout/reward' in r] == [1, 2, 3, 4]
+  html = (tmp_path / 'whole' / 'report.html').read_text()
+  assert not re.search(r'(src|href)="https?:|url\(http|@import|<script', html)
+
+
+def test_async_run_publishes_evaluates_and_books(tiny_config, tmp_path, capsys) -> None:
+  with tiny_config.unlocked():
+    tiny_config.rollouts.schedule = 'async'
+    tiny_config.updates = 3
+  train.train(tiny_config, str(tmp_path / 'run'))
+  records = writers.read(tmp_path / 'run' / 'metrics.jsonl')
+  updates = [record for record in records if 'rollout/reward' in record]
+  assert [record['step'] for record in updates] == [1, 2, 3]
+  assert [record['step'] for record in records if 'eval/heldout/pass@1' in record] == [0, 3]
+  for record in updates:
+    turns = sum(record[f'cost/turns/{pool}'] for pool in tiny_config.pools)
+    assert record['cost/turns'] == turns > 0
+    # B200: 6.25 dollars an hour over 30,000 turns an hour.
+    assert record['cost/modelled_usd/b200_nvfp4'] == pytest.approx(
+      record['cost/turns/b200_nvfp4'] * 6.25 / 30000
+    )
+  out = capsys.readouterr().out
+  assert out.count('\nupdate ') == 3
+  assert f'report: {tmp_path / "run" / "report.html"}' in out
+  assert list((tmp_path / 'run' / 'tensorboard').iterdir())
+  # The same command again has nothing left to do, and says so by leaving everything as it is.
+  before = _leaves(tmp_path / 'run')
+  train.train(tiny_config, str(tmp_path / 'run'))
+  for ours, theirs in zip(_leaves(tmp_path / 'run'), before, strict=True):
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+  ('key', 'value', 'words'),
+  [
+    ('arm', 'sc_miss', "'sc_mis'"),
+    ('task', 'repare', "'repair'"),
+    ('policy', '/nowhere', '/nowhere does not exist'),
+    ('objective.low', -0.5, 'low'),
+    ('objective.high', 0.1, 'high'),
+    ('pools.h100_fp8.format', 'fp8_chanel', "'fp8_channel'"),
+    ('pools.h100_fp8.format', 'fp8_block', 'multiple of 128'),
+    ('pools.h100_fp8.accelerator', 'h100', "'H100'"),
+    ('pools.h100_fp8.sessions', 0, 'sessions'),
+    ('pools.h100_fp8.kv_cache_dtype', 'fp4', 'bf16'),
+    ('rollouts.schedule', 'asink', "'async'"),
+    ('rollouts.group_size', 1, 'at least 2'),
+    ('block_scale', 'max', 'amax'),
+    ('sampling.temperature', 0.0, '> 0'),
+    ('trainer.mesh.data', 64, '64'),
+    ('trainer.row_tokens', 32, 'at least 96'),
+    ('trainer.compute_dtype', 'float16', 'bfloat16'),
+  ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(tiny_config, tmp_path, key, value, words) -> None:
+  with tiny_config.unlocked():
+    tiny_config.update_from_flattened_dict({key: value})
+  with pytest.raises(cli.Mistake) as raised:
+    train.train(tiny_config, str(tmp_path / 'run'))
+  assert words in str(raised.value)
+  assert '\n' not in str(raised.value)
+  assert not (tmp_path / 'run').exists()
+
+
+def test_arms_differ_in_the_arm_only() -> None:
+  configs = [
+    runpy.run_path(str(_ROOT / 'configs' / 'mixed.py'))['get_config'](*arm).to_dict()
+    for arm in ((), ('grpo',))
+  ]
+  assert differing_keys(*configs) == ['arm']
+
+
+@pytest.mark.parametrize('path', sorted((_ROOT / 'configs').glob('*.py')), ids=lambda p: p.stem)
+def test_every_config_loads_and_is_not_too_large(path) -> None:
+  def leaves(tree: dict) -> int:
+    return sum(leaves(leaf) if isinstance(leaf, dict) else 1 for leaf in tree.values())
+
+  config = runpy.run_path(str(path))['get_config']()
+  assert leaves(config.to_dict()) <= 60
+  settings.check(config)
