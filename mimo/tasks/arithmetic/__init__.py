@@ -1,0 +1,3 @@
+from mimo.tasks.arithmetic.task import ArithmeticTask
+
+__all__ = ['ArithmeticTask']
