@@ -104,9 +104,7 @@ def nvfp4(x: jax.Array, global_scale: jax.Array) -> jax.Array:
   amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
   scale = _e4m3(global_scale * amax / E2M1_MAX) / global_scale
   quotient = jnp.where(scale > 0, blocks / jnp.where(scale > 0, scale, 1.0), 0.0)
-  clipped = jnp.clip(quotient, -E2M1_MAX, E2M1_MAX)
-  rounded = clipped.astype(jnp.float4_e2m1fn).astype(jnp.float32)
-  return (rounded * scale).reshape(x.shape).astype(x.dtype)
+  return (_e2m1(quotient) * scale).reshape(x.shape).astype(x.dtype)
 
 
 def fp8_static(x: jax.Array) -> jax.Array:
@@ -121,6 +119,19 @@ def bf16(x: jax.Array) -> jax.Array:
 
 
 def _e4m3(x: jax.Array) -> jax.Array:
-  # e4m3fn has no infinity, and a cast beyond its range gives NaN.
-  clipped = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
-  return clipped.astype(jnp.float8_e4m3fn).astype(jnp.float32)
+  return _round(jnp.clip(x, -E4M3_MAX, E4M3_MAX), mantissa_bits=3, smallest_normal=2.0**-6)
+
+
+def _e2m1(x: jax.Array) -> jax.Array:
+  return _round(jnp.clip(x, -E2M1_MAX, E2M1_MAX), mantissa_bits=1, smallest_normal=1.0)
+
+
+def _round(x: jax.Array, *, mantissa_bits: int, smallest_normal: float) -> jax.Array:
+  """Rounds float32 to the nearest value of a small float, ties to even.
+
+  A cast there and back would say the same, but a compiler that may keep excess precision, as XLA
+  may by default, is free to drop it.
+  """
+  normal = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=mantissa_bits)
+  step = smallest_normal / 2**mantissa_bits  # between subnormals
+  return jnp.where(jnp.abs(x) < smallest_normal, jnp.round(x / step) * step, normal)

@@ -26,6 +26,26 @@ def nvfp4_numpy(x, global_scale):
   return y
 
 
+@pytest.mark.parametrize(
+  ('rounded', 'dtype', 'largest'),
+  [
+    (activations._e4m3, ml_dtypes.float8_e4m3fn, 448.0),
+    (activations._e2m1, ml_dtypes.float4_e2m1fn, 6.0),
+  ],
+)
+def test_rounding_equals_ml_dtypes(rounded, dtype, largest):
+  """Every value of the format, every tie between two, their neighbours in float32, and beyond."""
+  codes = np.arange(256 if largest > 6 else 16, dtype=np.uint8).view(dtype).astype(np.float32)
+  values = np.unique(codes[np.isfinite(codes)])
+  ties = (values[1:] + values[:-1]) / 2
+  x = np.concatenate([values, ties])
+  x = np.concatenate([x, np.nextafter(x, np.float32(-1e9)), np.nextafter(x, np.float32(1e9))])
+  x = np.concatenate([x, [1e-30, -1e-30, 1e6, -1e6]]).astype(np.float32)
+  expected = np.clip(x, -largest, largest).astype(dtype).astype(np.float32)
+  np.testing.assert_array_equal(jax.jit(rounded)(x), expected)
+  assert np.all(np.isnan(rounded(jnp.array([jnp.nan]))))
+
+
 def test_fp8_token_by_hand():
   # amax 448 gives scale 1. Between 256 and 512 e4m3 steps by 32, between 1 and 2 by 1/8.
   x = jnp.array([[448.0, 300.0, -1.07, 0.0], [0.0, 0.0, 0.0, 0.0]])
