@@ -65,10 +65,11 @@ def _plan(
     raise ValueError(f'--samples is {samples}; expected at least 1')
   if out and not pathlib.Path(out).absolute().parent.is_dir():
     raise ValueError(f'--out: {pathlib.Path(out).parent} is no directory; expected one that exists')
-  task = factories.make_task(config.task)
+  policy = factories.make_policy(checkpoint, config.task)
+  task = factories.make_task(config.task, policy)
   if not task.size('heldout'):
     raise ValueError(f"task {task.name}: split 'heldout' holds no tasks; expected at least one")
-  return factories.make_policy(checkpoint, task), task
+  return policy, task
 
 
 def main() -> None:

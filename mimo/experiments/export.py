@@ -33,7 +33,7 @@ def export(
   policy = factories.Policy(*load_policy(checkpoint))
   scales = None
   if weight_format == 'nvfp4_w4a4':
-    scales = factories.input_scales(policy, factories.make_task(task_name))
+    scales = factories.input_scales(policy, factories.make_task(task_name, policy))
   rounded = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), policy.params)
   write_view(
     out,

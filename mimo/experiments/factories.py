@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -20,7 +20,7 @@ from mimo.rollouts.session import EpisodeSpec, run_episode
 from mimo.samplers.base import Sampler
 from mimo.samplers.engine import EngineSettings
 from mimo.samplers.native import NativeSampler
-from mimo.tasks import repair
+from mimo.tasks import arithmetic, repair
 from mimo.tasks.base import Task
 from mimo.trainer.packing import Bucket
 from mimo.trainer.sharding import make_mesh
@@ -55,25 +55,35 @@ class Policy:
   tokenizer_files: dict[str, bytes]
 
 
-def make_task(name: str) -> Task:
-  """Returns the task called `name`."""
-  tasks = {'repair': repair.RepairTask}
-  return tasks[settings.one_of('task', name, tasks)]()
+# What makes each task, of the policy's tokenizer files; and the base policies that tasks ship.
+_TASKS: Mapping[str, Callable[[Mapping[str, bytes]], Task]] = {
+  'repair': lambda _: repair.RepairTask(),
+  'arithmetic': arithmetic.ArithmeticTask,
+}
+_OWN_POLICIES = {'repair': repair.POLICY_DIR}
 
 
-def make_policy(path: str, task: Task) -> Policy:
-  """Reads a checkpoint, or where `path` is '' the task's own base policy."""
-  own = {'repair': repair.POLICY_DIR}
-  if not path and task.name not in own:
-    raise ValueError(f'policy is empty and task {task.name} ships none; expected a checkpoint')
-  policy = Policy(*load_policy(path or own[task.name]))
+def make_policy(path: str, task: str) -> Policy:
+  """Reads a checkpoint, or where `path` is '' the base policy of the task called `task`."""
+  settings.one_of('task', task, _TASKS)
+  if not path and task not in _OWN_POLICIES:
+    raise ValueError(
+      f'policy is empty and task {task} ships none; expected a checkpoint: a Hugging Face '
+      'directory or an Orbax checkpoint'
+    )
+  return Policy(*load_policy(path or _OWN_POLICIES[task]))
+
+
+def make_task(name: str, policy: Policy) -> Task:
+  """Returns the task called `name`, for a policy whose vocabulary holds its tokens."""
+  task = _TASKS[settings.one_of('task', name, _TASKS)](policy.tokenizer_files)
   highest = max(int(task.start('train', 0).prompt.max()), *task.stop_ids)
   if highest >= policy.model.vocab_size:
     raise ValueError(
-      f'{path} has a vocabulary of {policy.model.vocab_size}; expected at least {highest + 1}, for '
-      f'task {task.name}'
+      f'the policy has a vocabulary of {policy.model.vocab_size}; expected at least {highest + 1}, '
+      f'for task {name}'
     )
-  return policy
+  return task
 
 
 def make_arm(config: config_dict.ConfigDict) -> objectives.Arm:

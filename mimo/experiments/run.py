@@ -60,13 +60,13 @@ class Plan:
 def plan(config: config_dict.ConfigDict) -> Plan:
   """Reads what the configuration names. Raises ValueError or OSError for what cannot be meant."""
   settings.check(config)
-  task = factories.make_task(config.task)
+  policy = factories.make_policy(config.policy, config.task)
+  task = factories.make_task(config.task, policy)
   for split in ('train', 'heldout'):
     if not task.size(split):
       raise ValueError(f'task {task.name}: split {split!r} holds no tasks; expected at least one')
   arm = factories.make_arm(config)
   pools = factories.make_pools(config)
-  policy = factories.make_policy(config.policy, task)
   if config.trainer.row_tokens < task.max_tokens:
     raise ValueError(
       f'trainer.row_tokens is {config.trainer.row_tokens}; expected at least '
