@@ -23,7 +23,14 @@ import numpy as np
 import safetensors.numpy
 
 from mimo.models.config import ModelConfig
-from mimo.models.table import EMBEDDING, HEAD, Param, from_named_tensors, named_tensors
+from mimo.models.table import (
+  EMBEDDING,
+  HEAD,
+  Param,
+  from_named_tensors,
+  hf_params,
+  named_tensors,
+)
 
 CONFIG = 'config.json'
 INDEX = 'model.safetensors.index.json'
@@ -186,6 +193,7 @@ def read_model(
     return reader.read(stored_as(name))
 
   with _named(reader.directory):
+    _refuse_unexpected(config, reader.names())
     return config, from_named_tensors(config, read, dtype, place=place)
 
 
@@ -303,6 +311,19 @@ def resolve_tie(
   if np.array_equal(read(EMBEDDING), read(HEAD)):
     return config, lambda name: name
   return dataclasses.replace(config, tie_embeddings=False), lambda name: name
+
+
+def _refuse_unexpected(config: ModelConfig, names: Iterable[str]) -> None:
+  # A tensor left over means another model than the config's: more layers, or biases. A tied head
+  # is settled before, and old Llama checkpoints hold the rotary frequencies, which follow from
+  # the config.
+  expected = {name for name, _, _ in hf_params(config)} | {HEAD}
+  left = [n for n in names if n not in expected and not n.endswith('.rotary_emb.inv_freq')]
+  if left:
+    raise ValueError(
+      f'tensor {left[0]} is not one that the config implies ({len(left)} such); expected '
+      f'{len(expected)} of a {config.family} of {config.num_layers} layers'
+    )
 
 
 @contextlib.contextmanager

@@ -265,6 +265,20 @@ def test_wrong_shape(checkpoint):
   refused(checkpoint, r'gate_proj\.weight has shape \[128, 128\]; expected \[64, 128\]')
 
 
+@pytest.mark.parametrize(
+  'name', ['model.layers.2.mlp.up_proj.weight', 'model.layers.0.self_attn.q_proj.bias']
+)
+def test_a_tensor_left_over_is_refused(checkpoint, name):
+  rewrite(checkpoint, lambda tensors: tensors.update({name: np.zeros(3, np.float32)}))
+  refused(checkpoint, rf'tensor {name} is not one that the config implies \(1 such\)')
+
+
+def test_rotary_frequencies_of_old_checkpoints_are_ignored(checkpoint):
+  name = 'model.layers.0.self_attn.rotary_emb.inv_freq'
+  rewrite(checkpoint, lambda tensors: tensors.update({name: np.zeros(3, np.float32)}))
+  huggingface.read_model(checkpoint)
+
+
 def test_untied_config_without_a_head(checkpoint):
   edit_config(checkpoint, tie_word_embeddings=False)
   refused(checkpoint, r'tensor lm_head\.weight is missing; expected shape \[48, 128\]')
