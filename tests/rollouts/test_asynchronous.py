@@ -107,6 +107,69 @@ def test_staleness_by_hand(kit):
   kit.run(main())
 
 
+def test_a_trajectory_is_as_stale_as_its_stalest_token(kit):
+  async def main():
+    def script(call):
+      sampler.serve(9)  # the second half of the first turn, and all that follows, is of update 3
+      return [kit.WIN, 20, kit.STOP]
+
+    sampler = kit.sampler(script, version=5)
+    limits = AsyncLimits(max_staleness_updates=2)
+    rollouts = _rollouts(kit, [sampler], update_of={5: 0, 9: 3}, limits=limits, groups=1)
+    batch = await rollouts.batch(3)
+    assert batch.stats.trajectories_stale > 0 and batch.stats.staleness.keys() == {0}
+    await rollouts.close()
+
+  kit.run(main())
+
+
+def test_a_full_buffer_of_stale_groups_is_sampled_anew(kit):
+  """Nothing runs any more when all of it is dropped: the drop itself must start new groups."""
+
+  async def main():
+    update_of = {5: 0, 9: 3}
+    sampler = kit.sampler(kit.after(1.0), version=5)
+    limits = AsyncLimits(max_staleness_updates=1)
+    rollouts = _rollouts(kit, [sampler], update_of=update_of, limits=limits)
+    await rollouts.batch(0)
+    await asyncio.sleep(100.0)
+    assert (rollouts.in_flight, rollouts.buffered) == (2, 4)
+    sampler.serve(9)
+    batch = await rollouts.batch(3)
+    assert batch.stats.groups_dropped == 6 and batch.stats.staleness == {0: 12}
+    await rollouts.close()
+
+  kit.run(main())
+
+
+def test_groups_that_are_fit_keep_their_place_while_others_are_replaced(kit):
+  async def main():
+    def script(call):
+      if _group_of(call) == 2:
+        return kit.sampler(kit.win, version=99).sample('x', call.tokens, call.params, call.key)
+      return kit.after(1.0 + _group_of(call))(call)
+
+    rollouts = _rollouts(kit, [kit.sampler(script, sessions=30)], groups=4)
+    batch = await rollouts.batch(0)
+    assert _numbers(batch) == [0, 1, 3, 4] and batch.stats.trajectories_abandoned == 3
+    await rollouts.close()
+
+  kit.run(main())
+
+
+def test_bounds_are_in_whole_groups(kit):
+  async def main():
+    limits = AsyncLimits(in_flight_batches=2.3, buffered_batches=1.0)
+    rollouts = _rollouts(kit, [kit.sampler(kit.after(1.0))], limits=limits, groups=10)
+    waiting = asyncio.ensure_future(rollouts.batch(0))
+    await asyncio.sleep(0.5)
+    assert rollouts.in_flight == 23  # though 2.3 * 10 is less in binary
+    await rollouts.close()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+  kit.run(main())
+
+
 def _mixed_versions(kit, versions):
   """A sampler whose member m draws under version `versions[m]`, in groups below 2; else under 9."""
 
@@ -321,6 +384,7 @@ def test_a_close_that_is_cancelled_can_be_called_again(kit, monkeypatch):
     await asyncio.sleep(1.0)
     closing = asyncio.ensure_future(rollouts.close())
     await asyncio.sleep(1.0)
+    assert waiting.done() and not closing.done()
     closing.cancel()
     await asyncio.gather(closing, waiting, return_exceptions=True)
     await rollouts.close()

@@ -133,6 +133,16 @@ def test_sampling_that_only_fails_comes_to_an_end(kit):
     _run(kit, runner, group=3)
 
 
+def test_a_group_in_between_shows_that_sampling_goes_on(kit):
+  def script(call):
+    if call.session.split('/')[1] != '3':
+      raise SamplerError('lost')
+    return [kit.WIN, kit.STOP]
+
+  runner, _ = _runner(kit, [kit.sampler(script)])
+  assert [_run(kit, runner, group=g) is None for g in range(7)] == [g != 3 for g in range(7)]
+
+
 def test_a_bug_ends_the_group_with_its_own_error(kit, monkeypatch):
   async def main():
     sampler = kit.sampler(kit.after(50.0))
