@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import shutil
@@ -20,7 +19,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import safetensors.numpy
 
 from mimo.models.config import ModelConfig
 from mimo.models.table import (
@@ -31,10 +29,10 @@ from mimo.models.table import (
   hf_params,
   named_tensors,
 )
+from mimo.weights.tensors import SHARD_BYTES, TensorReader, read_json, write_tensors
+from mimo.weights.tensors import SINGLE as SINGLE
 
 CONFIG = 'config.json'
-INDEX = 'model.safetensors.index.json'
-SINGLE = 'model.safetensors'
 
 # generation_config.json is not among them: servers take sampling defaults from it, and a
 # repetition penalty that nobody asked for would change what is sampled.
@@ -50,90 +48,8 @@ TOKENIZER_FILES = (
   'vocab.json',
 )
 
-SHARD_BYTES = 5 * 10**9
-
-_MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
-
-_DTYPES = {
-  'F64': np.dtype(np.float64),
-  'F32': np.dtype(np.float32),
-  'F16': np.dtype(np.float16),
-  'BF16': np.dtype(ml_dtypes.bfloat16),
-  'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn),
-  'F8_E5M2': np.dtype(ml_dtypes.float8_e5m2),
-  'I64': np.dtype(np.int64),
-  'I32': np.dtype(np.int32),
-  'I16': np.dtype(np.int16),
-  'I8': np.dtype(np.int8),
-  'U8': np.dtype(np.uint8),
-  'BOOL': np.dtype(np.bool_),
-}
-
 # What the parameters of a model may be stored as.
 _PLAIN = frozenset({'F64', 'F32', 'F16', 'BF16'})
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorInfo:
-  """Where a tensor is: its shard, safetensors dtype, shape and first byte in the file."""
-
-  file: pathlib.Path
-  dtype: str
-  shape: tuple[int, ...]
-  offset: int
-
-
-class TensorReader:
-  """Reads the tensors of a checkpoint directory by name, one at a time.
-
-  Opening it reads only the headers of the shards, and checks that each is complete.
-
-  Raises ValueError naming the directory or the shards that are missing or corrupt.
-  """
-
-  def __init__(self, directory: str | os.PathLike[str]) -> None:
-    self.directory = pathlib.Path(directory)
-    weight_map = _weight_map(self.directory)
-    faults: list[str] = []
-    infos: dict[tuple[str, str], TensorInfo] = {}
-    for file in sorted(set(weight_map.values()) if weight_map else {SINGLE}):
-      try:
-        infos |= {(file, name): info for name, info in _read_header(self.directory / file).items()}
-      except ValueError as error:
-        faults.append(str(error))
-    if faults:
-      raise ValueError('; '.join(faults))
-    if weight_map is None:
-      self._infos = {name: info for (_, name), info in infos.items()}
-      return
-    absent = sorted(name for name, file in weight_map.items() if (file, name) not in infos)
-    if absent:
-      raise ValueError(
-        f'{self.directory / weight_map[absent[0]]} lacks tensor {absent[0]}, which {INDEX} places '
-        f'there ({len(absent)} such)'
-      )
-    self._infos = {name: infos[file, name] for name, file in weight_map.items()}
-
-  def __contains__(self, name: object) -> bool:
-    return name in self._infos
-
-  def names(self) -> tuple[str, ...]:
-    """Returns every tensor's name, sorted."""
-    return tuple(sorted(self._infos))
-
-  def info(self, name: str) -> TensorInfo:
-    """Returns where a tensor is. KeyError for a name that the checkpoint lacks."""
-    return self._infos[name]
-
-  def read(self, name: str) -> np.ndarray:
-    """Returns a tensor in the dtype it is stored in. KeyError where the checkpoint lacks it."""
-    info = self._infos[name]
-    dtype = _DTYPES[info.dtype]
-    size = math.prod(info.shape)
-    raw = np.fromfile(info.file, np.uint8, size * dtype.itemsize, offset=info.offset)
-    if raw.size != size * dtype.itemsize:
-      raise ValueError(f'{info.file} ends inside tensor {name}')
-    return raw.view(dtype).reshape(info.shape)
 
 
 def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -141,7 +57,7 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
   root = pathlib.Path(directory)
   if not root.is_dir():
     raise ValueError(f'{root} is not a directory; expected a Hugging Face checkpoint')
-  config = _read_json(root / CONFIG)
+  config = read_json(root / CONFIG)
   if not isinstance(config, dict):
     raise ValueError(f'{root / CONFIG} holds a {type(config).__name__}; expected an object')
   return config
@@ -238,44 +154,6 @@ def write_config(directory: pathlib.Path, config: Mapping[str, Any]) -> None:
   (directory / CONFIG).write_text(f'{text}\n', encoding='utf-8')
 
 
-def write_tensors(
-  directory: pathlib.Path,
-  tensors: Iterable[tuple[str, np.ndarray]],
-  *,
-  shard_bytes: int = SHARD_BYTES,
-) -> None:
-  """Writes model.safetensors, or shards and their index where one file would be too large.
-
-  At most one shard is held in memory.
-  """
-  shards: list[tuple[pathlib.Path, list[str]]] = []
-  total, held = 0, 0
-  pending: dict[str, np.ndarray] = {}
-
-  def flush() -> None:
-    path = directory / f'{len(shards)}.partial'
-    safetensors.numpy.save_file(pending, path, metadata={'format': 'pt'})
-    shards.append((path, list(pending)))
-
-  for name, x in tensors:
-    if pending and held + x.nbytes > shard_bytes:
-      flush()
-      held, pending = 0, {}
-    pending[name] = np.ascontiguousarray(x)
-    held, total = held + x.nbytes, total + x.nbytes
-  flush()
-  if len(shards) == 1:
-    shards[0][0].rename(directory / SINGLE)
-    return
-  weight_map: dict[str, str] = {}
-  for i, (path, names) in enumerate(shards):
-    file = f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors'
-    path.rename(directory / file)
-    weight_map |= dict.fromkeys(names, file)
-  index = {'metadata': {'total_size': total}, 'weight_map': dict(sorted(weight_map.items()))}
-  (directory / INDEX).write_text(f'{json.dumps(index, indent=2)}\n', encoding='utf-8')
-
-
 @contextlib.contextmanager
 def new_directory(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
   """Yields a temporary directory that becomes `directory` when the block ends without an error.
@@ -339,62 +217,3 @@ def _umask() -> int:
   mask = os.umask(0o022)
   os.umask(mask)
   return mask
-
-
-def _read_json(path: pathlib.Path) -> Any:
-  try:
-    return json.loads(path.read_text(encoding='utf-8'))
-  except FileNotFoundError:
-    raise ValueError(f'{path} is missing') from None
-  except ValueError as error:
-    raise ValueError(f'{path} is not JSON: {error}') from None
-
-
-def _weight_map(directory: pathlib.Path) -> dict[str, str] | None:
-  """Returns tensor name -> shard, or None for a checkpoint of one file."""
-  if not directory.is_dir():
-    raise ValueError(f'{directory} is not a directory; expected a Hugging Face checkpoint')
-  if not (directory / INDEX).is_file():
-    if not (directory / SINGLE).is_file():
-      raise ValueError(f'{directory} holds neither {SINGLE} nor {INDEX}')
-    return None
-  index = _read_json(directory / INDEX)
-  weight_map = index['weight_map'] if isinstance(index, dict) and 'weight_map' in index else None
-  if not isinstance(weight_map, dict) or not weight_map:
-    raise ValueError(f'{directory / INDEX} lacks a weight_map of tensor names to shards')
-  return weight_map
-
-
-def _read_header(path: pathlib.Path) -> dict[str, TensorInfo]:
-  """Reads one shard's header: 8 bytes of length, then JSON. Raises ValueError naming the shard."""
-  if not path.is_file():
-    raise ValueError(f'{path} is missing')
-  size = path.stat().st_size
-  with path.open('rb') as file:
-    length = int.from_bytes(file.read(8), 'little')
-    if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-      raise ValueError(f'{path} is corrupt: its header of {length} bytes exceeds the file')
-    try:
-      header = json.loads(file.read(length))
-      header.pop('__metadata__', None)
-      infos = {name: _info(path, entry, 8 + length) for name, entry in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-      raise ValueError(f'{path} is corrupt: its header is no safetensors header: {error}') from None
-  end = max((_end(info) for info in infos.values()), default=8 + length)
-  if end != size:
-    raise ValueError(f'{path} is corrupt: {size} bytes; expected {end}')
-  return infos
-
-
-def _info(path: pathlib.Path, entry: Mapping[str, Any], data: int) -> TensorInfo:
-  if entry['dtype'] not in _DTYPES:
-    raise ValueError(f'unknown dtype {entry["dtype"]!r}')
-  begin, end = entry['data_offsets']
-  info = TensorInfo(path, entry['dtype'], tuple(entry['shape']), data + begin)
-  if min(info.shape, default=0) < 0 or begin < 0 or _end(info) != data + end:
-    raise ValueError(f'offsets {[begin, end]} for shape {entry["shape"]} of {entry["dtype"]}')
-  return info
-
-
-def _end(info: TensorInfo) -> int:
-  return info.offset + math.prod(info.shape) * _DTYPES[info.dtype].itemsize

@@ -1,7 +1,5 @@
 import dataclasses
 import json
-import pathlib
-import struct
 
 import jax
 import ml_dtypes
@@ -25,10 +23,6 @@ def checkpoint(tmp_path, config, params):
 def sharded(tmp_path, config, params):
   huggingface.write_model(tmp_path / 'model', config, params, TOKENIZER, shard_bytes=150_000)
   return tmp_path / 'model'
-
-
-def shards(directory):
-  return sorted(directory.glob('*.safetensors'))
 
 
 def edit_config(directory, **changes):
@@ -81,24 +75,6 @@ def test_the_file_is_a_safetensors_file(checkpoint):
   for name, x in theirs.items():
     assert x.dtype == ml_dtypes.bfloat16
     assert x.tobytes() == reader.read(name).tobytes()
-
-
-def test_shards_and_index(sharded):
-  index = json.loads((sharded / 'model.safetensors.index.json').read_text())
-  files = shards(sharded)
-  assert len(files) > 2
-  assert [f.name for f in files] == [
-    f'model-{i + 1:05d}-of-{len(files):05d}.safetensors' for i in range(len(files))
-  ]
-  assert set(index['weight_map'].values()) == {f.name for f in files}
-  total = 0
-  for file in files:
-    tensors = safetensors.numpy.load_file(file)
-    size = sum(x.nbytes for x in tensors.values())
-    assert size <= 150_000 or len(tensors) == 1
-    assert {name for name, f in index['weight_map'].items() if f == file.name} == set(tensors)
-    total += size
-  assert index['metadata']['total_size'] == total
 
 
 @pytest.mark.parametrize('dtype', [np.float32, np.float16])
@@ -187,72 +163,10 @@ def test_quantised_checkpoint(checkpoint):
   refused(checkpoint, 'has a quantization_config; expected plain weights')
 
 
-def test_no_weights(checkpoint):
-  (checkpoint / 'model.safetensors').unlink()
-  refused(checkpoint, r'holds neither model\.safetensors nor model\.safetensors\.index\.json')
-
-
-def test_missing_shards_are_named_together(sharded):
-  files = shards(sharded)
-  files[0].unlink()
-  files[1].unlink()
-  refused(sharded, rf'{files[0].name} is missing; .*{files[1].name} is missing')
-
-
-@pytest.mark.parametrize('size', [0, 4, 100, -1])
-def test_truncated_shard(sharded, size):
-  file = shards(sharded)[1]
-  content = file.read_bytes()
-  file.write_bytes(content[:size])
-  refused(sharded, rf'{file.name} is corrupt')
-
-
-def test_padded_shard(checkpoint):
-  file = checkpoint / 'model.safetensors'
-  file.write_bytes(file.read_bytes() + b'0')
-  refused(checkpoint, r'model\.safetensors is corrupt: \d+ bytes; expected \d+')
-
-
-@pytest.mark.parametrize(
-  'header',
-  [
-    b'not json',
-    b'[]',
-    b'{"a": 3}',
-    b'{"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}',
-    b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}',
-    b'{"a": {"dtype": "F32", "shape": [1]}}',
-    b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}',
-    b'\xff\xfe',
-  ],
-)
-def test_corrupt_header(checkpoint, header):
-  content = struct.pack('<Q', len(header)) + header + b'\0' * 4
-  (checkpoint / 'model.safetensors').write_bytes(content)
-  refused(checkpoint, r'model\.safetensors is corrupt: its header is no safetensors header')
-
-
-def test_shard_that_shrinks_while_it_is_read(checkpoint):
-  reader = huggingface.TensorReader(checkpoint)
-  file = checkpoint / 'model.safetensors'
-  file.write_bytes(file.read_bytes()[:-10])
-  with pytest.raises(ValueError, match=r'model\.safetensors ends inside tensor'):
-    for name in reader.names():
-      reader.read(name)
-
-
-@pytest.mark.parametrize('text', ['{}', '[]', '{"weight_map": {}}', 'x'])
-def test_malformed_index(sharded, text):
-  (sharded / 'model.safetensors.index.json').write_text(text)
-  refused(sharded, r'model\.safetensors\.index\.json')
-
-
-def test_index_that_places_a_tensor_elsewhere(sharded):
-  path = sharded / 'model.safetensors.index.json'
-  index = json.loads(path.read_text())
-  index['weight_map']['model.norm.weight'] = shards(sharded)[0].name
-  path.write_text(json.dumps(index))
-  refused(sharded, rf'{shards(sharded)[0].name} lacks tensor model\.norm\.weight')
+def test_missing_shard(sharded):
+  file = min(sharded.glob('*.safetensors'))
+  file.unlink()
+  refused(sharded, f'{file.name} is missing')
 
 
 def test_missing_tensor(checkpoint):
@@ -290,16 +204,6 @@ def test_tensor_of_integers(checkpoint):
 
   rewrite(checkpoint, change)
   refused(checkpoint, r"tensor model\.norm\.weight is stored as I32; expected one of \['BF16'")
-
-
-def test_unknown_names_are_key_errors(checkpoint):
-  reader = huggingface.TensorReader(checkpoint)
-  assert 'model.norm.weight' in reader
-  assert 'nothing' not in reader
-  with pytest.raises(KeyError, match='nothing'):
-    reader.read('nothing')
-  with pytest.raises(KeyError, match='nothing'):
-    reader.info('nothing')
 
 
 # Writing: whole or not at all.
@@ -353,22 +257,3 @@ def test_a_target_that_fills_up_meanwhile_is_not_replaced(tmp_path):
     (tmp_path / 'x').mkdir()
     (tmp_path / 'x' / 'theirs').touch()
   assert [x.name for x in (tmp_path / 'x').iterdir()] == ['theirs']
-
-
-def test_a_tensor_above_the_limit_has_a_shard_of_its_own(tmp_path):
-  tensors = [(name, np.zeros(n, np.uint8)) for name, n in (('a', 10), ('b', 99), ('c', 10))]
-  huggingface.write_tensors(tmp_path, tensors, shard_bytes=20)
-  assert [list(safetensors.numpy.load_file(f)) for f in shards(tmp_path)] == [['a'], ['b'], ['c']]
-
-
-def test_one_shard_is_held_at_most(tmp_path):
-  """By the time a tensor is asked for, those of earlier shards are on disk."""
-
-  def stream():
-    for i in range(6):
-      written = sum(f.stat().st_size >= 100 for f in pathlib.Path(tmp_path).iterdir())
-      assert written >= (i - 1) // 2
-      yield f't{i}', np.zeros(100, np.uint8)
-
-  huggingface.write_tensors(tmp_path, stream(), shard_bytes=200)
-  assert len(shards(tmp_path)) == 3

@@ -1,0 +1,190 @@
+import json
+import pathlib
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from mimo.weights import tensors
+
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
+RNG = np.random.default_rng(0)
+ARRAYS = {
+  'a': RNG.standard_normal((4, 3)).astype(BF16),
+  'b': RNG.standard_normal((5, 2)).astype(np.float32),
+  'c': RNG.standard_normal((7, 2)).astype(E4M3),
+  'd': np.array([1, 255, 3], np.uint8),
+  'e': np.float32(3.5).reshape(()),
+  'f': np.zeros((0, 4), np.float16),
+}
+
+
+@pytest.fixture
+def single(tmp_path):
+  tensors.write_tensors(tmp_path, ARRAYS.items())
+  return tmp_path
+
+
+@pytest.fixture
+def sharded(tmp_path):
+  tensors.write_tensors(tmp_path, ARRAYS.items(), shard_bytes=40)
+  return tmp_path
+
+
+def shards(directory):
+  return sorted(directory.glob('*.safetensors'))
+
+
+def refused(directory, message):
+  with pytest.raises(ValueError, match=message) as caught:
+    tensors.TensorReader(directory)
+  assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('kind', ['single', 'sharded'])
+def test_round_trip_keeps_dtype_shape_and_bits(kind, request):
+  reader = tensors.TensorReader(request.getfixturevalue(kind))
+  assert reader.names() == tuple(ARRAYS)
+  for name, x in ARRAYS.items():
+    got = reader.read(name)
+    assert (got.dtype, got.shape, got.tobytes()) == (x.dtype, x.shape, x.tobytes())
+    assert reader.info(name).shape == x.shape
+
+
+def test_the_file_is_a_safetensors_file(single):
+  """Read by the format's own library, and told to be PyTorch's, as transformers demands."""
+  with safetensors.safe_open(single / 'model.safetensors', 'np') as file:
+    assert file.metadata() == {'format': 'pt'}
+    assert sorted(file.keys()) == list(ARRAYS)
+  parts = safetensors.deserialize((single / 'model.safetensors').read_bytes())
+  assert {name: (part['dtype'], part['shape'], part['data']) for name, part in parts} == {
+    'a': ('BF16', [4, 3], ARRAYS['a'].tobytes()),
+    'b': ('F32', [5, 2], ARRAYS['b'].tobytes()),
+    'c': ('F8_E4M3', [7, 2], ARRAYS['c'].tobytes()),
+    'd': ('U8', [3], b'\x01\xff\x03'),
+    'e': ('F32', [], ARRAYS['e'].tobytes()),
+    'f': ('F16', [0, 4], b''),
+  }
+
+
+def test_shards_and_index(sharded):
+  files = shards(sharded)
+  assert [f.name for f in files] == [f'model-0000{i}-of-00003.safetensors' for i in (1, 2, 3)]
+  index = json.loads((sharded / 'model.safetensors.index.json').read_text())
+  assert index['metadata']['total_size'] == 24 + 40 + 14 + 3 + 4
+  held = [{name for name, _ in safetensors.deserialize(f.read_bytes())} for f in files]
+  assert held == [{'a'}, {'b'}, {'c', 'd', 'e', 'f'}]
+  assert index['weight_map'] == {
+    name: files[i].name for i, names in enumerate(held) for name in sorted(names)
+  }
+
+
+def test_a_tensor_above_the_limit_has_a_shard_of_its_own(tmp_path):
+  arrays = [(name, np.zeros(n, np.uint8)) for name, n in (('a', 10), ('b', 99), ('c', 10))]
+  tensors.write_tensors(tmp_path, arrays, shard_bytes=20)
+  assert [list(safetensors.numpy.load_file(f)) for f in shards(tmp_path)] == [['a'], ['b'], ['c']]
+
+
+def test_one_shard_is_held_at_most(tmp_path):
+  """By the time a tensor is asked for, those of earlier shards are on disk."""
+
+  def stream():
+    for i in range(6):
+      written = sum(f.stat().st_size >= 100 for f in pathlib.Path(tmp_path).iterdir())
+      assert written >= (i - 1) // 2
+      yield f't{i}', np.zeros(100, np.uint8)
+
+  tensors.write_tensors(tmp_path, stream(), shard_bytes=200)
+  assert len(shards(tmp_path)) == 3
+
+
+def test_unknown_names_are_key_errors(single):
+  reader = tensors.TensorReader(single)
+  assert 'a' in reader
+  assert 'nothing' not in reader
+  for method in (reader.read, reader.info):
+    with pytest.raises(KeyError, match='nothing'):
+      method('nothing')
+
+
+# Mistakes: one ValueError each, naming the file.
+
+
+def test_missing_directory(tmp_path):
+  refused(tmp_path / 'nowhere', 'nowhere is not a directory; expected a Hugging Face checkpoint')
+
+
+def test_no_weights(tmp_path):
+  refused(tmp_path, r'holds neither model\.safetensors nor model\.safetensors\.index\.json')
+
+
+def test_missing_shards_are_named_together(sharded):
+  files = shards(sharded)
+  files[0].unlink()
+  files[2].unlink()
+  refused(sharded, rf'{files[0].name} is missing; .*{files[2].name} is missing')
+
+
+@pytest.mark.parametrize('size', [0, 4, 50, -1])
+def test_truncated_shard(sharded, size):
+  file = shards(sharded)[1]
+  file.write_bytes(file.read_bytes()[:size])
+  refused(sharded, rf'{file.name} is corrupt')
+
+
+def test_padded_file(single):
+  file = single / 'model.safetensors'
+  file.write_bytes(file.read_bytes() + b'0')
+  refused(single, r'model\.safetensors is corrupt: \d+ bytes; expected \d+')
+
+
+@pytest.mark.parametrize(
+  'header',
+  [
+    b'not json',
+    b'[]',
+    b'{"a": 3}',
+    b'{"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}',
+    b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}',
+    b'{"a": {"dtype": "F32", "shape": [1]}}',
+    b'{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}',
+    b'{"a": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}',
+    b'\xff\xfe',
+  ],
+)
+def test_corrupt_header(tmp_path, header):
+  content = struct.pack('<Q', len(header)) + header + b'\0' * 4
+  (tmp_path / 'model.safetensors').write_bytes(content)
+  refused(tmp_path, r'model\.safetensors is corrupt: its header is no safetensors header')
+
+
+def test_file_that_shrinks_while_it_is_read(single):
+  reader = tensors.TensorReader(single)
+  file = single / 'model.safetensors'
+  file.write_bytes(file.read_bytes()[:-30])
+  with pytest.raises(ValueError, match=r'model\.safetensors ends inside tensor'):
+    for name in reader.names():
+      reader.read(name)
+
+
+@pytest.mark.parametrize(
+  'text', ['{}', '[]', '{"weight_map": {}}', '{"weight_map": {"a": 3}}', 'x']
+)
+def test_malformed_index(sharded, text):
+  (sharded / 'model.safetensors.index.json').write_text(text)
+  refused(sharded, r'model\.safetensors\.index\.json')
+
+
+def test_index_that_points_out_of_the_directory(sharded):
+  (sharded / 'model.safetensors.index.json').write_text('{"weight_map": {"a": "../x"}}')
+  refused(sharded, r'index\.json')
+
+
+def test_index_that_places_a_tensor_elsewhere(sharded):
+  path = sharded / 'model.safetensors.index.json'
+  index = json.loads(path.read_text())
+  index['weight_map']['a'] = shards(sharded)[1].name
+  path.write_text(json.dumps(index))
+  refused(sharded, rf'{shards(sharded)[1].name} lacks tensor a, which')
