@@ -82,8 +82,8 @@ class AsyncRollouts:
     self._settings = settings
     self._update_of = update_of
     self._max_staleness = limits.max_staleness_updates
-    self._max_in_flight = max(1, _floor(limits.in_flight_batches * groups))
-    self._max_buffered = _floor(limits.buffered_batches * groups)
+    self._max_in_flight = max(1, math.floor(limits.in_flight_batches * groups))
+    self._max_buffered = math.floor(limits.buffered_batches * groups)
     self._tally = Tally([s.contract.source.pool for s in samplers], state and state['totals'])
     self._runner = GroupRunner(task, samplers, settings, self._tally)
     self._cursor = Cursor(
@@ -222,8 +222,3 @@ class AsyncRollouts:
   def _too_stale(self, ranges: _Ranges) -> bool:
     bound = self._max_staleness
     return bound is not None and max(part.updates for part in ranges) > bound
-
-
-def _floor(number: float) -> int:
-  """Floor, with 2.3 * 10 being 23."""
-  return math.floor(number + 1e-9)
