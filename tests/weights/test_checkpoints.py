@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,6 +138,9 @@ def test_a_step_that_is_being_written_is_not_read(workdir, tmp_path):
   (copy / '10.orbax-checkpoint-tmp-3').mkdir()
   with pytest.raises(ValueError, match='holds no complete checkpoint'):
     checkpoints.load_policy(tmp_path)
+  shutil.copytree(workdir / 'checkpoints/4', copy / '4.orbax-checkpoint-tmp')
+  with pytest.raises(ValueError, match='holds no checkpoint'):
+    checkpoints.load_policy(copy / '4.orbax-checkpoint-tmp')
 
 
 @pytest.mark.parametrize(

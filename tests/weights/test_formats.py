@@ -78,6 +78,10 @@ def test_foreign_quantisation_is_refused():
   stated['config_groups']['group_0']['weights']['group_size'] = 32
   with pytest.raises(ValueError, match='none of the known layouts'):
     formats.detect_format({'quantization_config': stated})
+  stated = formats.quantization_config('nvfp4_w4a16', ())
+  stated['config_groups']['group_1'] = stated['config_groups']['group_0']
+  with pytest.raises(ValueError, match='none of the known layouts'):
+    formats.detect_format({'quantization_config': stated})
 
 
 @pytest.mark.reference

@@ -116,6 +116,12 @@ def test_zeros_decode_to_exact_zeros_and_nothing_overflows(name, rule):
   assert np.isfinite(quantise.decode(name, encode(name, tiny)).astype(np.float32)).all()
 
 
+def test_e4m3_saturates():
+  # The cast alone gives NaN above 464, where nothing is left to round to.
+  values = quantise._to_e4m3(np.array([500.0, -1e9, 448.0], np.float32))
+  assert values.astype(np.float32).tolist() == [448.0, -448.0, 448.0]
+
+
 def test_small_blocks_keep_what_the_smallest_scale_can_hold():
   weight = np.full((1, 32), 1.0, np.float32)
   weight[0, 16:] = 2.0**-20 * 1.5  # its scale would round to zero in e4m3
@@ -125,11 +131,12 @@ def test_small_blocks_keep_what_the_smallest_scale_can_hold():
 
 def test_fused_weights_share_the_global_scale():
   q, k = gaussian(128, 64, std=1.0), gaussian(64, 64, std=0.01, seed=1)
-  shared = quantise.encode('nvfp4_w4a16', [q, k])
   amax = np.float32(np.abs(q.astype(np.float32)).max())
-  for parts in shared:
-    assert parts['weight_global_scale'] == np.float32(448 * 6) / amax
-  assert error(k, quantise.decode('nvfp4_w4a16', shared[1])) < 0.15
+  for weights in ([q, k], [k, q]):
+    shared = quantise.encode('nvfp4_w4a16', weights)
+    for weight, parts in zip(weights, shared, strict=True):
+      assert parts['weight_global_scale'] == np.float32(448 * 6) / amax
+      assert error(weight, quantise.decode('nvfp4_w4a16', parts)) < 0.15
 
 
 def test_four_over_six_never_has_the_larger_squared_error():
