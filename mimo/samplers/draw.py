@@ -68,10 +68,13 @@ class _Cutoff(NamedTuple):
   decided: jax.Array  # [B] bool
 
 
-def _cutoff(logits: jax.Array, width: int, params: DrawParams) -> _Cutoff:
-  """Finds each row's cutoff among its `width` largest logits [B, V] float32."""
-  vocab = logits.shape[-1]
-  values, ids = jax.lax.top_k(logits, width)  # equal values come in rising order of id
+def _cutoff(logits: jax.Array, values: jax.Array, ids: jax.Array, params: DrawParams) -> _Cutoff:
+  """Finds each row's cutoff among its `width` largest logits.
+
+  `logits` are [B, V] float32; `values` and `ids`, [B, width], are their `top_k`: equal values come
+  in rising order of id.
+  """
+  vocab, width = logits.shape[-1], values.shape[-1]
   all_ids = jnp.int32(vocab)
   top_k = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocab), vocab)
   at_k = jnp.take_along_axis(values, jnp.minimum(top_k, width)[:, None] - 1, axis=1)[:, 0]
@@ -95,14 +98,16 @@ def _cutoff(logits: jax.Array, width: int, params: DrawParams) -> _Cutoff:
   )
 
 
-def _whole_cutoff(logits: jax.Array, width: int, params: DrawParams) -> _Cutoff:
+def _whole_cutoff(
+  logits: jax.Array, values: jax.Array, ids: jax.Array, params: DrawParams
+) -> _Cutoff:
   """`_cutoff`, falling back on the whole vocabulary for the rows that need it."""
-  narrow = _cutoff(logits, width, params)
-  if width == logits.shape[-1]:
+  narrow, vocab = _cutoff(logits, values, ids, params), logits.shape[-1]
+  if values.shape[-1] == vocab:
     return narrow
 
   def widen() -> _Cutoff:
-    wide = _cutoff(logits, logits.shape[-1], params)
+    wide = _cutoff(logits, *jax.lax.top_k(logits, vocab), params)
     return jax.tree.map(lambda n, w: jnp.where(narrow.decided, n, w), narrow, wide)
 
   return jax.lax.cond(jnp.all(narrow.decided), lambda: narrow, widen)
@@ -129,7 +134,8 @@ def draw(
   # top_k orders -0 below 0, and comparisons do not: keep one zero, so that both see a tie.
   logits = jnp.where(logits == 0.0, 0.0, logits)
 
-  cutoff = _whole_cutoff(logits, max(num_candidates, min(width, vocab)), params)
+  values, ids = jax.lax.top_k(logits, max(num_candidates, min(width, vocab)))
+  cutoff = _whole_cutoff(logits, values, ids, params)
 
   def keeps(values: jax.Array, ids: jax.Array) -> jax.Array:
     value, last_id = cutoff.value[:, None], cutoff.last_id[:, None]
@@ -142,7 +148,7 @@ def draw(
   drawn = jnp.argmax(jnp.where(kept, noisy, -jnp.inf), axis=-1).astype(jnp.int32)
   logps = jnp.take_along_axis(logits, drawn[:, None], axis=1)[:, 0] - log_mass
 
-  values, ids = jax.lax.top_k(logits, num_candidates)
+  values, ids = values[:, :num_candidates], ids[:, :num_candidates]
   recorded = keeps(values, ids) & (jnp.arange(num_candidates) < params.cap[:, None])
   recorded &= values > -jnp.inf
   candidate_logps = jnp.where(recorded, values - log_mass[:, None], 0.0)

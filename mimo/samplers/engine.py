@@ -31,6 +31,10 @@ PREFIX_CACHES = ('keep', 'drop')
 # Stop ids are padded to a multiple of this, so that their number compiles nothing new.
 _STOP_IDS = 4
 
+# A decode ends early once this share of its rows has nothing left to do, so that others may take
+# their places. Measured on `repair`-like turns: 0.1 to 0.35 are within 5% of each other.
+_EARLY_SHARE = 0.25
+
 # The cache is read up to this many positions, or the next power of two times it.
 _WINDOW_TOKENS = 128
 
@@ -55,8 +59,8 @@ class EngineSettings:
   kv_cache_dtype: str
   prefix_cache: str = 'keep'
   decode_steps: int = 8
-  prefill_rows: int = 8
-  prefill_tokens: int = 32
+  prefill_rows: int = 16
+  prefill_tokens: int = 16
 
   def __post_init__(self) -> None:
     for name in ('slots', 'max_tokens', 'decode_steps', 'prefill_rows', 'prefill_tokens'):
@@ -118,8 +122,9 @@ class Engine:
     self._holders: list[Session | None] = [None] * s.slots
     self._idle: dict[str, Session] = {}  # sessions with a slot and no turn, longest idle first
     self._tokens = np.zeros((s.slots, s.max_tokens), np.int32)
-    self._known = np.zeros(s.slots, np.int32)  # tokens of the trajectory so far
-    self._written = np.zeros(s.slots, np.int32)  # of these, in the cache
+    self._given = np.zeros(s.slots, np.int32)  # tokens that the running turn began with
+    self._known = np.zeros(s.slots, np.int32)  # of these and the drawn ones
+    self._written = np.zeros(s.slots, np.int32)  # of the known, in the cache
     self._limit = np.zeros(s.slots, np.int32)  # how long the trajectory may be at the turn's end
     self._running = np.zeros(s.slots, bool)
     self._keys = np.zeros((s.slots, 2), np.uint32)
@@ -245,7 +250,7 @@ class Engine:
     assert request is not None and slot is not None
     params, num = request.params, len(request.tokens)
     self._tokens[slot, :num] = request.tokens
-    self._known[slot] = num
+    self._given[slot] = self._known[slot] = num
     self._limit[slot] = min(num + params.max_turn_tokens, self._settings.max_tokens)
     self._keys[slot] = request.key
     self._set_stop_ids(slot, params)
@@ -301,15 +306,21 @@ class Engine:
       self.stats.prefills += 1
 
   def _chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields (slots, how many tokens of each) while a chunk is worth its cost."""
-    size = self._settings.prefill_tokens
-    rows = min(self._settings.prefill_rows, len(self._holders))
+    """Yields (slots, how many tokens of each) while a chunk is worth its cost.
+
+    A decode step is shared by all that run, and a chunk costs about as much as one plus a third
+    per batch of tokens (measured on CPU; on an accelerator it costs less).
+    """
+    size, slots_held = self._settings.prefill_tokens, len(self._holders)
+    rows = min(self._settings.prefill_rows, slots_held)
+    cost_steps = 1.0 + rows * size / (3.0 * slots_held)
+    enough = cost_steps * int(self._running.sum())
     while True:
       pending = np.where(self._running, self._known - self._written - 1, 0)
       slots = np.argsort(-pending, kind='stable')[:rows]
       slots = slots[pending[slots] > 0]
       count = np.minimum(pending[slots], size)
-      if not len(slots) or (count[0] < size // 2 and count.sum() < rows * size // 4):
+      if count.sum() <= enough:
         return
       yield slots, count
 
@@ -330,7 +341,7 @@ class Engine:
       draw=self._draw,
     )
     active = np.flatnonzero(self._running)
-    min_active = np.int32(len(active) - max(1, len(active) // 6) + 1)
+    min_active = np.int32(len(active) - max(1, int(len(active) * _EARLY_SHARE)) + 1)
     program = self._program(
       int(self._draw.cap[active].max()),
       int(self._draw.top_k[active].max()),
@@ -340,12 +351,12 @@ class Engine:
     self._book(Decoded(Draw(*map(np.asarray, out.draws)), *map(np.asarray, out[1:])), pending)
 
   def _book(self, out: Decoded, pending: np.ndarray) -> None:
+    forced = np.clip(self._given - self._written, 0, out.num_fed)
     self._written += out.num_fed
-    sampled, fed = int(out.num_drawn.sum()), int(out.num_fed.sum())
-    self.stats.sampled_tokens += sampled
-    self.stats.forced_tokens += int(np.minimum(pending, out.num_fed).sum())
+    self.stats.sampled_tokens += int(out.num_drawn.sum())
+    self.stats.forced_tokens += int(forced.sum())
     self.stats.decode_steps += int(out.num_steps)
-    self.stats.idle_row_steps += int(out.num_steps) * len(pending) - fed
+    self.stats.idle_row_steps += int(out.num_steps) * len(pending) - int(out.num_fed.sum())
     for slot in np.flatnonzero(out.num_drawn):
       first, num = pending[slot] - 1, out.num_drawn[slot]
       part = Part(Draw(*(a[first : first + num, slot] for a in out.draws)), self._version)
