@@ -88,7 +88,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """How the policy is taught: AdamW, a linear warm-up, a cosine to nearly nothing."""
+  """How the policy is taught: AdamW, a linear warm-up, and a fall to 0 over the last stage."""
 
   stages: tuple[Stage, ...]
   rows: int = 32
@@ -152,10 +152,10 @@ def teach(
     seed: of the initial parameters and the demonstrations.
     on_step: called now and then with the steps done and the mean loss since its last call.
   """
-  total = sum(stage.steps for stage in recipe.stages)
-  schedule = optax.warmup_cosine_decay_schedule(
-    0.0, recipe.learning_rate, min(recipe.warmup_steps, total - 1), total
-  )
+  total, last = sum(stage.steps for stage in recipe.stages), recipe.stages[-1].steps
+  warm_up = optax.linear_schedule(0.0, recipe.learning_rate, recipe.warmup_steps)
+  fall = optax.linear_schedule(recipe.learning_rate, 0.0, last)
+  schedule = optax.join_schedules([warm_up, fall], [total - last])
   optimiser = optax.chain(
     optax.clip_by_global_norm(recipe.max_grad_norm),
     optax.adamw(schedule, b2=recipe.b2, weight_decay=recipe.weight_decay),
