@@ -70,6 +70,9 @@ class TableRow(Protocol):
   def hf_name(self) -> str: ...
 
   @property
+  def in_dims(self) -> int: ...
+
+  @property
   def quantisable(self) -> bool: ...
 
 
@@ -108,13 +111,15 @@ def check_block_scale(rule: str) -> None:
 
 
 def ignored_modules(table: Iterable[TableRow], num_layers: int) -> list[str]:
-  """Returns the modules that stay BF16, as their names in the checkpoint.
+  """Returns the linear modules that stay BF16, as their names in the checkpoint.
 
-  The head is always among them, also where it is tied and has no tensor of its own.
+  The head is always among them, also where it is tied and has no tensor of its own. Embeddings and
+  norms are not: only linear modules are ever quantised, and vLLM has had releases that took a
+  named embedding for a linear module and failed.
   """
   names = ['lm_head']
   for row in table:
-    if row.quantisable or not row.hf_name.endswith('.weight'):
+    if row.quantisable or not row.in_dims:
       continue
     module = row.hf_name.removesuffix('.weight')
     layers = range(num_layers) if '{layer}' in module else range(1)

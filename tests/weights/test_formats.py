@@ -11,13 +11,16 @@ from mimo.weights import formats
 class Row:
   hf_name: str
   quantisable: bool
+  in_dims: int
 
 
 ROWS = (
-  Row('model.embed_tokens.weight', False),
-  Row('model.layers.{layer}.self_attn.q_proj.weight', True),
-  Row('model.layers.{layer}.input_layernorm.weight', False),
-  Row('model.norm.weight', False),
+  Row('model.embed_tokens.weight', False, 0),
+  Row('model.layers.{layer}.self_attn.q_proj.weight', True, 1),
+  Row('model.layers.{layer}.input_layernorm.weight', False, 0),
+  Row('model.layers.{layer}.mlp.gate.weight', False, 1),
+  Row('model.norm.weight', False, 0),
+  Row('lm_head.weight', False, 1),
 )
 
 
@@ -54,13 +57,11 @@ def test_unknown_block_scale_rule():
     formats.check_block_scale('4_over_six')
 
 
-def test_ignored_modules_name_every_module_that_stays_bf16():
+def test_ignored_modules_name_every_linear_module_that_stays_bf16():
   assert formats.ignored_modules(ROWS, 2) == [
     'lm_head',
-    'model.embed_tokens',
-    'model.layers.0.input_layernorm',
-    'model.layers.1.input_layernorm',
-    'model.norm',
+    'model.layers.0.mlp.gate',
+    'model.layers.1.mlp.gate',
   ]
 
 

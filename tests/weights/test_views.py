@@ -75,7 +75,7 @@ def test_a_view_is_an_ordinary_checkpoint_directory(written):
   ]
   raw = json.loads((written / 'fp8_channel' / 'config.json').read_text())
   assert raw['dtype'] == 'bfloat16'
-  assert raw['quantization_config']['ignore'][0] == 'lm_head'
+  assert raw['quantization_config']['ignore'] == ['lm_head']
   assert (written / 'bf16' / 'tokenizer.json').read_bytes() == b'{"x": 1}'
   with safetensors.safe_open(written / 'bf16' / 'model.safetensors', 'np') as file:
     assert file.metadata()['format'] == 'pt'
@@ -294,7 +294,7 @@ def test_compressed_tensors_decodes_the_view_to_what_we_compute_with(written, na
       assert module not in stated.ignore
       theirs = compressor.decompress(parts, stated.config_groups['group_0'])['weight']
     else:
-      assert module in stated.ignore
+      assert module in stated.ignore or module.endswith(('norm', 'embed_tokens'))
       theirs = parts['weight']
     np.testing.assert_array_equal(theirs.to(torch.bfloat16).float().numpy(), values)
   assert compressed == 14
