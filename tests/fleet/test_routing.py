@@ -24,6 +24,7 @@ def test_only_allowed_replicas_are_looked_at():
 
 
 @hypothesis.given(_FLEETS, st.data())
+@hypothesis.settings(deadline=None)
 def test_shares_are_compared_as_fractions(capacity, data):
   in_use = [data.draw(st.integers(0, c)) for c in capacity]
   shares = [fractions.Fraction(c - u, c) for u, c in zip(in_use, capacity, strict=True)]
@@ -37,6 +38,7 @@ def test_a_table_of_three_pools():
 
 
 @hypothesis.given(_FLEETS)
+@hypothesis.settings(deadline=None)
 def test_a_table_is_proportional_and_even(capacity):
   table = routing.table(capacity)
   counts = collections.Counter(table)

@@ -52,6 +52,7 @@ def test_outstanding_prompts_come_first_after_a_resume():
 
 
 @hypothesis.given(st.data())
+@hypothesis.settings(deadline=None)
 def test_nothing_is_lost_or_done_twice_over_any_number_of_resumes(data):
   """However often a run is killed, each group is done once and numbers never go back."""
   cursor, done, held = _cursor(), [], []
