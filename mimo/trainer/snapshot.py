@@ -20,7 +20,7 @@ from mimo.models.table import named_tensors
 def policy_params(params: Any) -> Any:
   """Rounds float32 parameters to bf16 values, still float32.
 
-  Under jit, a cast to bf16 and back is dropped by XLA, which may keep excess precision;
+  Under jit, a cast to bf16 and back may be dropped by XLA, which keeps excess precision;
   `reduce_precision` is not. It rounds to nearest even, as the cast does.
   """
   return jax.tree.map(lambda x: jax.lax.reduce_precision(x, 8, 7), params)
