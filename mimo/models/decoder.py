@@ -68,7 +68,7 @@ class _Decoder(nn.Module):
     embedding = _Leaf('embedding', init, shape, name='embed')()
     if not c.tie_embeddings:
       _Leaf('kernel', init, shape[::-1], name='head')()
-    x = jnp.asarray(embedding, self.dtype)[tokens]
+    x = jnp.asarray(embedding)[tokens].astype(self.dtype)
     # A token that is absent enters as zeros, and without biases stays zero through every layer.
     x = jnp.where(present[..., None], x, 0)
     block = nn.remat(_Block, prevent_cse=False) if self.remat else _Block
@@ -200,7 +200,8 @@ def extend(
     params: its parameters, cast to `dtype` where they are used.
     cache: what earlier calls returned; positions below `start` must have been written.
     tokens: [B, C] int32.
-    start: [B] int32, how many tokens each row holds already.
+    start: [B] int32, how many tokens each row holds already; start + count may not exceed the
+      length of the cache.
     count: [B] int32, how many of the C are real: the rest are not written, and their results are
       0. A row of count 0 is idle.
     dtype: of the computation; norms, scores and their softmax are float32.
