@@ -1,0 +1,131 @@
+"""What the benchmarks share: the dense head to compare with, timing, sizes of programs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mimo.objectives import candidate_logps
+
+Head = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def dense_logps(hidden: jax.Array, head: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """The obvious version of `candidate_logps`: a softmax over [N, V], and autodiff."""
+  logits = jax.lax.dot_general(
+    hidden, head, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+  )
+  logp = jax.nn.log_softmax(logits)
+  picked = jnp.take_along_axis(logp, jnp.maximum(ids, 0), axis=-1)
+  entropy = jax.lax.stop_gradient(-jnp.sum(jnp.exp(logp) * logp, axis=-1))
+  return jnp.where(ids >= 0, picked, 0.0), entropy
+
+
+def chunked_logps(chunk: int) -> Head:
+  """Returns `candidate_logps` at temperature 1 with `chunk` tokens at a time."""
+  return lambda hidden, head, ids: candidate_logps(hidden, head, ids, temperature=1.0, chunk=chunk)
+
+
+def forward_backward(logps: Head) -> Any:
+  """Returns a jitted function of (hidden, head, ids, weights): value, entropy, both gradients."""
+
+  def loss(
+    hidden: jax.Array, head: jax.Array, ids: jax.Array, weights: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    picked, entropy = logps(hidden, head, ids)
+    return jnp.sum(picked * weights), entropy
+
+  return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+def head_shapes(
+  tokens: int, width: int, vocab: int, candidates: int, dtype: Any = jnp.float32
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+  """Shapes of (hidden, head, ids, weights)."""
+  return (
+    jax.ShapeDtypeStruct((tokens, width), dtype),
+    jax.ShapeDtypeStruct((width, vocab), dtype),
+    jax.ShapeDtypeStruct((tokens, 1 + candidates), jnp.int32),
+    jax.ShapeDtypeStruct((tokens, 1 + candidates), jnp.float32),
+  )
+
+
+def head_arrays(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[jax.Array, ...]:
+  """Random arrays of `head_shapes`."""
+  hidden, head, ids, weights = shapes
+  keys = jax.random.split(jax.random.key(0), 4)
+  return (
+    jax.random.normal(keys[0], hidden.shape, hidden.dtype),
+    jax.random.normal(keys[1], head.shape, head.dtype) * 0.02,
+    jax.random.randint(keys[2], ids.shape, 0, head.shape[1]),
+    jax.random.normal(keys[3], weights.shape),
+  )
+
+
+CLOCKS = {'wall': time.perf_counter, 'cpu': time.process_time}
+
+
+def interleaved_secs(
+  programs: Mapping[str, Callable[[], Any]], rounds: int, clock: str = 'wall'
+) -> dict[str, list[float]]:
+  """Runs each program once to warm up, then all of them in turn, `rounds` times.
+
+  Taking turns spreads whatever else the machine does over all of them. The clock 'cpu' counts the
+  CPU seconds of this process instead: for machines that are never quiet.
+  """
+  now = CLOCKS[clock]
+  for program in programs.values():
+    jax.block_until_ready(program())
+  secs: dict[str, list[float]] = {name: [] for name in programs}
+  for _ in range(rounds):
+    for name, program in programs.items():
+      start = now()
+      jax.block_until_ready(program())
+      secs[name].append(now() - start)
+  return secs
+
+
+def median_ratio(secs: Mapping[str, list[float]], name: str, base: str) -> float:
+  """Returns the median over rounds of one program's time over another's in the same round."""
+  return statistics.median(
+    ours / theirs for ours, theirs in zip(secs[name], secs[base], strict=True)
+  )
+
+
+def largest_in_jaxpr(jaxpr: Any) -> int:
+  """Returns the element count of the largest array in a jaxpr, inner jaxprs included."""
+  return max(_jaxpr_sizes(jaxpr))
+
+
+def _jaxpr_sizes(jaxpr: Any) -> Iterator[int]:
+  for eqn in jaxpr.eqns:
+    for var in (*eqn.invars, *eqn.outvars):
+      yield int(np.prod(var.aval.shape))
+    for param in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, 'eqns')):
+      inner = param.jaxpr if hasattr(param, 'jaxpr') else param
+      if hasattr(inner, 'eqns'):
+        yield from _jaxpr_sizes(inner)
+
+
+def largest_in_program(text: str) -> int:
+  """Returns the element count of the largest array that a compiled program names."""
+  shapes = re.findall(r'\b(?:f|bf|s|u|pred)\d*\[([\d,]+)\]', text)
+  return max(int(np.prod([int(dim) for dim in dims.split(',')])) for dims in set(shapes))
+
+
+def machine() -> str:
+  """Returns one line on where this runs."""
+  device = jax.devices()[0]
+  return (
+    f'{device.device_kind} ({len(jax.devices())} of {device.platform}), '
+    f'{os.cpu_count()} CPU cores ({platform.machine()}), jax {jax.__version__}'
+  )
