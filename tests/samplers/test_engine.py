@@ -168,19 +168,19 @@ def test_a_turn_ends_at_a_stop_id_or_a_limit(make_engine, sampling):
   assert near_end.finish is FinishReason.LENGTH and len(near_end.tokens) == 2
 
 
+_extend = jax.jit(extend, static_argnums=0)
+
+
 def cached_logits(config, params_by_range, ids):
   """Logits [T, V] of ids whose cache each params wrote for its (start, end) range."""
   cache, out = init_cache(config, 1, MAX_TOKENS, jnp.float32), []
   for params, start, end in params_by_range:
-    hidden, cache = extend(
-      config,
-      params,
-      cache,
-      jnp.asarray(ids[None, start:end]),
-      jnp.array([start]),
-      jnp.array([end - start]),
+    tokens = np.zeros((1, MAX_TOKENS), np.int32)
+    tokens[0, : end - start] = ids[start:end]
+    hidden, cache = _extend(
+      config, params, cache, tokens, np.array([start]), np.array([end - start])
     )
-    out.append(hidden[0] @ head_matrix(config, params))
+    out.append(hidden[0, : end - start] @ head_matrix(config, params))
   return np.concatenate(out).astype(np.float64)
 
 
@@ -219,7 +219,7 @@ def test_a_version_swapped_in_mid_turn(
 )
 def test_cached_keys_and_values_are_rounded(make_engine, sampling, name, dtype):
   exact, rounded = make_engine(), make_engine(kv_cache_dtype=name)
-  samples = [turn(engine, 's', prompt(12), sampling()) for engine in (exact, rounded)]
+  samples = [turn(engine, 's', prompt(3), sampling()) for engine in (exact, rounded)]
   for cache in rounded._cache:
     held = np.asarray(cache)
     assert held.dtype == np.float32 and np.array_equal(held, held.astype(dtype).astype(np.float32))
@@ -240,9 +240,10 @@ def test_turns_wait_for_slots_in_order(make_engine, sampling):
 
 
 def test_an_evicted_session_goes_on_exactly(make_engine, weights, sampling, reference_logits):
-  engine = make_engine(slots=1)
+  engine = make_engine(slots=2)
   first = turn(engine, 'a', prompt(9), sampling())
-  turn(engine, 'b', prompt(4), sampling())
+  for name in 'bc':
+    turn(engine, name, prompt(4), sampling())
   tokens = np.concatenate([prompt(9), first.tokens, prompt(2)])
   sample = turn(engine, 'a', tokens, sampling())
   ids = np.concatenate([tokens, sample.tokens])
@@ -285,19 +286,21 @@ def test_requests_that_cannot_be_met_are_refused_by_name(make_engine, sampling):
 
 
 def test_released_and_abandoned_turns_free_their_slots(make_engine, sampling):
-  engine = make_engine(slots=1)
-  requests = [TurnRequest(str(n), prompt(4), sampling(), key(n)) for n in range(4)]
+  engine = make_engine(slots=2)
+  requests = [TurnRequest(str(n), prompt(4), sampling(), key(n)) for n in range(6)]
   for request in requests:
     engine.submit(request)
   engine.step()
   engine.release('0')  # it runs
-  engine.release('1')  # it waits
-  engine.abandon(requests[2])
+  engine.abandon(requests[1])
+  engine.release('2')  # it waits
+  engine.abandon(requests[3])
   engine.release('nobody')
   out = drain(engine)
-  assert isinstance(out['0'], SamplerError) and 'released' in str(out['1'])
-  assert '2' not in out and len(out['3'].tokens) == 6
-  assert len(turn(engine, '2', prompt(4), sampling()).tokens) == 6
+  assert all(isinstance(out[n], SamplerError) and 'released' in str(out[n]) for n in '02')
+  assert '1' not in out and '3' not in out
+  assert len(out['4'].tokens) == len(out['5'].tokens) == 6
+  assert len(turn(engine, '3', prompt(4), sampling()).tokens) == 6
 
 
 def test_log_probs_that_are_not_finite_are_an_error(make_engine, weights, sampling):

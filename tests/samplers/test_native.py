@@ -3,6 +3,7 @@ import contextlib
 import pathlib
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 
@@ -335,7 +336,7 @@ def test_a_view_directory_is_served_as_its_format_states(
   ids = np.concatenate([prompt(5), sample.tokens])
 
   def logps(quant):
-    hidden, _ = extend(
+    hidden, _ = jax.jit(extend, static_argnums=0, static_argnames='kv_quant')(
       config,
       view.params,
       init_cache(config, 1, 48, np.float32),
