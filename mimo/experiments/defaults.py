@@ -38,7 +38,7 @@ def base(arm: str) -> config_dict.ConfigDict:
         'buffered_batches': 2,
         'max_staleness_updates': config_dict.placeholder(int),  # no bound
         'lag_updates': 1,  # lockstep only
-        'episode_timeout_secs': 120.0,
+        'episode_timeout_secs': 600.0,  # the first episodes wait for compilation
       },
       'trainer': {
         'learning_rate': 3e-4,

@@ -62,7 +62,13 @@ def _records(directory) -> list[dict]:
 
 def test_lockstep_resumes_bit_identical_after_sigkill_and_sigterm(tiny_config, tmp_path) -> None:
   whole, broken = str(tmp_path / 'whole'), str(tmp_path / 'broken')
+  with tiny_config.unlocked():
+    # The base policy, so that rewards differ and gradients are not zero.
+    tiny_config.policy = ''
+    tiny_config.rollouts.group_size = 6
   train.train(tiny_config, whole)
+  rewards = [r['rollout/reward'] for r in _records(whole) if 'rollout/reward' in r]
+  assert any(0 < reward < 1 for reward in rewards)
 
   # Update 3 is lost with the process: the last complete checkpoint is that of update 2.
   killed = _interrupt(tiny_config, broken, 3, 'SIGKILL')
