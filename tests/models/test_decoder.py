@@ -72,24 +72,32 @@ def test_causality_by_gradient(config, params, tokens):
     np.testing.assert_array_equal(size[t + 1 :], 0.0)
 
 
+def packed(config, params, tokens):
+  """Each row packed as SEGMENTS says."""
+  segments, positions = (np.broadcast_to(x, tokens.shape) for x in (SEGMENTS, POSITIONS))
+  return np.asarray(forward(config, params, tokens, segments, positions))
+
+
 def test_packed_equals_separate(config, params, tokens):
-  packed = forward(config, params, tokens[:1], SEGMENTS[None], POSITIONS[None])[0]
-  for segment in (1, 2, 3):
-    where = np.equal(SEGMENTS, segment)
-    alone = full(config, params, tokens[:1, where])[0]
-    np.testing.assert_allclose(packed[where], alone, atol=1e-5)
+  """Row i of `alone` holds segment i + 1 and padding."""
+  alone, present = np.zeros_like(tokens), np.zeros_like(tokens)
+  for row, segment in enumerate((1, 2, 3)):
+    part = tokens[0, np.equal(SEGMENTS, segment)]
+    alone[row, : len(part)], present[row, : len(part)] = part, 1
+  positions = np.broadcast_to(np.arange(12), tokens.shape)
+  separate = np.asarray(forward(config, params, alone, present, positions))
+  together = packed(config, params, tokens)[0]
+  expected = np.concatenate([separate[row][present[row] > 0] for row in range(3)])
+  np.testing.assert_allclose(together[SEGMENTS > 0], expected, atol=1e-5)
 
 
 def test_packed_neighbours_do_not_see_each_other(config, params, tokens):
-  other = tokens[:1].copy()
-  other[0, 5:9] = (other[0, 5:9] + 1) % config.vocab_size
-  before, after = (
-    np.asarray(forward(config, params, t, SEGMENTS[None], POSITIONS[None])[0])
-    for t in (tokens[:1], other)
-  )
+  other = tokens.copy()
+  other[:, 5:9] = (other[:, 5:9] + 1) % config.vocab_size
+  before, after = packed(config, params, tokens), packed(config, params, other)
   outside = SEGMENTS != 2
-  np.testing.assert_array_equal(before[outside], after[outside])
-  assert np.abs(before - after)[~outside].max() > 0.1
+  np.testing.assert_array_equal(before[:, outside], after[:, outside])
+  assert np.abs(before - after)[:, ~outside].max() > 0.1
 
 
 def test_padding_gives_zeros(config, params, tokens):
