@@ -69,8 +69,12 @@ def param_shardings(model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
 
 def place(micro: MicroBatch, mesh: Mesh) -> MicroBatch:
   """Copies host arrays to the devices, rows split over (data, fsdp) where they divide."""
-  sharding = NamedSharding(mesh, P(_dividing(micro.tokens.shape[0], ROWS, mesh)))
-  return jax.device_put(micro, sharding)
+  return jax.device_put(micro, rows(len(micro.tokens), mesh))
+
+
+def rows(count: int, mesh: Mesh) -> NamedSharding:
+  """The leading dimension, `count` rows, over (data, fsdp) as far as they divide it."""
+  return NamedSharding(mesh, P(_dividing(count, ROWS, mesh)))
 
 
 def _dividing(size: int, axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...] | None:

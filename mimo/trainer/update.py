@@ -45,12 +45,14 @@ class Spec(NamedTuple):
     config: settings of the update.
     correction: the loss's switches.
     num_sources: how many pools aux is split over.
+    mesh: where it runs.
   """
 
   model: ModelConfig
   config: TrainerConfig
   correction: Correction
   num_sources: int
+  mesh: Mesh
 
 
 class Total(NamedTuple):
@@ -83,6 +85,8 @@ def token_logps(spec: Spec, params: Any, micro: MicroBatch) -> tuple[jax.Array, 
     dtype=jnp.dtype(spec.config.compute_dtype),
     remat=spec.config.remat,
   )
+  # Rows stay where they are. Left to itself XLA shards D as the weights are, and gathers it back.
+  hidden = jax.lax.with_sharding_constraint(hidden, sharding.rows(len(hidden), spec.mesh))
   # Only these go through the head: an array of every position and candidate is never made.
   hidden = jnp.take_along_axis(hidden, micro.predict[..., None], axis=1)
   ids = jnp.concatenate([micro.targets[..., None], micro.candidate_ids], axis=-1)
@@ -216,7 +220,7 @@ class Trainer:
     num_sources: int,
     mesh: Mesh,
   ) -> None:
-    self.spec = Spec(model, config, correction, num_sources)
+    self.spec = Spec(model, config, correction, num_sources, mesh)
     self.mesh = mesh
     everywhere: Any = sharding.replicated(mesh)
     params = sharding.param_shardings(model, mesh)

@@ -46,8 +46,10 @@ def single(model, params, batch):
 
 
 @pytest.mark.parametrize('sizes', [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)])
-def test_every_mesh_gives_the_same_update(model, params, batch, single, sizes):
+def test_every_mesh_gives_the_same_update(model, params, batch, single, sizes, capfd):
   state, metrics = _update(model, params, batch, sizes)
+  # XLA says so when it replicates an activation for want of a better way.
+  assert 'Involuntary full rematerialization' not in capfd.readouterr().err
   expected, expected_metrics = single
   np.testing.assert_allclose(metrics['loss'], expected_metrics['loss'], rtol=1e-5)
   np.testing.assert_allclose(metrics['grad_norm'], expected_metrics['grad_norm'], rtol=1e-5)
