@@ -15,9 +15,10 @@ from mimo.types import Version
 
 PROTOCOL = 1
 
-GENERATE_PATH = '/mimo/generate'
-ACTIVATE_PATH = '/mimo/activate'
-STATUS_PATH = '/mimo/status'
+# Under a prefix that vLLM's --api-key guards.
+GENERATE_PATH = '/inference/mimo/generate'
+ACTIVATE_PATH = '/inference/mimo/activate'
+STATUS_PATH = '/inference/mimo/status'
 
 _T = TypeVar('_T')
 
@@ -144,8 +145,9 @@ class Status:
     broken: why it serves nothing though it did; None where all is well.
     running: requests that are decoded now.
     waiting: requests that wait for a place.
-    tokens: drawn since it started; what does not grow with work in flight makes no progress.
-    steps_age_secs: since the engine last answered; None before its first answer.
+    tokens: drawn since it started.
+    steps: of its engine since it started; grows with prefill too.
+    patches: changes to vLLM that were asked for and made, by name.
     logprob_mode: vLLM's `logprobs_mode`.
     logits_dtype: the dtype of log-probs and of the sampler's logits.
     kv_cache_dtype: 'bf16', 'fp8' or as vLLM names it.
@@ -164,7 +166,7 @@ class Status:
   running: int
   waiting: int
   tokens: int
-  steps_age_secs: float | None
+  steps: int
   logprob_mode: str
   logits_dtype: str
   kv_cache_dtype: str
@@ -174,6 +176,7 @@ class Status:
   prefix_caching: bool
   max_running: int
   tested: bool
+  patches: tuple[str, ...]
 
   def encode(self) -> bytes:
     return json.dumps({'protocol': PROTOCOL, **dataclasses.asdict(self)}).encode()
@@ -189,6 +192,7 @@ def _status(raw: Mapping[str, Any]) -> Status:
   stated = {field.name: raw[field.name] for field in dataclasses.fields(Status)}
   if stated['version'] is not None:
     stated['version'] = Version(**stated['version'])
+  stated['patches'] = tuple(stated['patches'])
   return Status(**stated)
 
 

@@ -1,8 +1,8 @@
 """The protocol between the `vllm` sampler and the plugin inside its server.
 
-    POST /mimo/generate   a packed request; answers with frames, or with a failure and its status
-    POST /mimo/activate   JSON of an `Activation`; answers {'version': n, ...} or a failure
-    GET  /mimo/status     JSON of a `Status`
+    POST GENERATE_PATH   a packed request; answers with frames, or with a failure and its status
+    POST ACTIVATE_PATH   JSON of an `Activation`; answers {'version': n, ...} or a failure
+    GET  STATUS_PATH     JSON of a `Status`
 
 A request is magic, header length and checksum, a JSON header and the prompt's ids. An answer is a
 stream of frames: any number of keep-alives, then one result or one failure. Whatever is cut short

@@ -20,7 +20,7 @@ STATUS = Status(
   running=1,
   waiting=0,
   tokens=100,
-  steps_age_secs=0.5,
+  steps=7,
   logprob_mode='processed_logprobs',
   logits_dtype='float32',
   kv_cache_dtype='bf16',
@@ -30,6 +30,7 @@ STATUS = Status(
   prefix_caching=True,
   max_running=64,
   tested=True,
+  patches=('moe_reload',),
 )
 
 
