@@ -50,6 +50,13 @@ def dense_logps(hidden: jax.Array, head: jax.Array, ids: jax.Array) -> tuple[jax
   return jnp.where(ids >= 0, picked, 0.0), entropy
 
 
+def dense_logps_only(
+  hidden: jax.Array, head: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """`dense_logps` without the entropy: the least that a dense version can do."""
+  return dense_logps(hidden, head, ids)[0], jnp.zeros(len(hidden))
+
+
 def chunked_logps(chunk: int) -> Head:
   """Returns `candidate_logps` at temperature 1 with `chunk` tokens at a time."""
   return lambda hidden, head, ids: candidate_logps(hidden, head, ids, temperature=1.0, chunk=chunk)

@@ -25,11 +25,16 @@ def main() -> None:
 
   print(common.machine())
   print(f'N={args.tokens} D={args.width} V={args.vocab} K={args.candidates}, float32')
-  print('| version | largest array in jaxpr / NV | in program / NV | temporary GB | dense / this |')
+  print(
+    '| version | largest array in jaxpr / NV | in program / NV | temporary GB | dense, no entropy / this |'
+  )
   print('|---|---|---|---|---|')
   shapes = common.head_shapes(args.tokens, args.width, args.vocab, args.candidates)
   logits = args.tokens * args.vocab
-  versions: dict[str, common.Head] = {'dense': common.dense_logps}
+  versions: dict[str, common.Head] = {
+    'dense, no entropy': common.dense_logps_only,
+    'dense': common.dense_logps,
+  }
   versions |= {f'chunk {chunk}': common.chunked_logps(chunk) for chunk in args.chunks}
   dense_bytes = 0
   for name, logps in versions.items():
