@@ -48,9 +48,9 @@ def base(arm: str) -> config_dict.ConfigDict:
         'warmup_updates': 2,
         'compute_dtype': 'float32',  # weights are rounded to bf16 all the same
         'remat': False,
-        'rows': 32,
-        'row_tokens': 128,
-        'row_trained_tokens': 64,
+        'rows': 8,
+        'row_tokens': 160,
+        'row_trained_tokens': 80,
         'head_chunk_tokens': 1024,
         'mesh': {'data': 1, 'fsdp': 1, 'tensor': 1},
       },

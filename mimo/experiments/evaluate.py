@@ -14,29 +14,25 @@ import json
 import pathlib
 import tempfile
 
-import jax
-import ml_dtypes
 from absl import flags
 from ml_collections import config_dict
 
 from mimo.evaluation.evaluate import EvalResult, full_vocabulary
 from mimo.experiments import cli, factories, settings
-from mimo.models.table import named_tensors
 from mimo.tasks.base import Task
 from mimo.telemetry.progress import evaluation_line
-from mimo.weights.publication import Publisher
+from mimo.weights.publication import Publisher, Snapshot
 from mimo.weights.store import FileStore
 from mimo.weights.views import ViewSpec
 
 
 async def evaluate(policy: factories.Policy, task: Task, *, samples: int, seed: int) -> EvalResult:
   """Publishes the policy's BF16 view to a store of its own and samples it."""
-  rounded = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), policy.params)
   with tempfile.TemporaryDirectory(prefix='mimo-evaluate-') as directory:
     store = FileStore(directory)
     views = {factories.EVALUATION_VIEW: ViewSpec(factories.EVALUATION_VIEW)}
     publisher = Publisher(store, policy.model, policy.tokenizer_files, views, 0)
-    publisher.publish(0, list(named_tensors(policy.model, rounded)))
+    publisher.publish(0, Snapshot(policy.model, policy.params))
     sampler = factories.make_evaluator(
       store, policy.model, max_tokens=task.max_tokens, executor=None
     )

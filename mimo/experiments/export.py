@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import pathlib
 
-import jax
-import ml_dtypes
 from absl import flags
 
 from mimo.experiments import cli, factories
-from mimo.models.table import named_tensors
 from mimo.weights import formats
 from mimo.weights.checkpoints import load_policy
+from mimo.weights.publication import Snapshot
 from mimo.weights.views import write_view
 
 
@@ -34,11 +32,10 @@ def export(
   scales = None
   if weight_format == 'nvfp4_w4a4':
     scales = factories.input_scales(policy, factories.make_task(task_name, policy))
-  rounded = jax.tree.map(lambda leaf: leaf.astype(ml_dtypes.bfloat16), policy.params)
   write_view(
     out,
     policy.model,
-    named_tensors(policy.model, rounded),
+    Snapshot(policy.model, policy.params),
     weight_format,
     tokenizer_files=policy.tokenizer_files,
     block_scale=block_scale,

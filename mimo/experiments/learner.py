@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -13,10 +13,10 @@ from mimo.objectives import advantages
 from mimo.objectives.diagnostics import summarise, total_aux
 from mimo.telemetry import names
 from mimo.trainer.packing import Bucket, pack
-from mimo.trainer.snapshot import snapshot
 from mimo.trainer.state import TrainState
 from mimo.trainer.update import Trainer
 from mimo.types import Group
+from mimo.weights.publication import Snapshot
 
 
 class Learner:
@@ -76,9 +76,9 @@ class Learner:
     secs = time.perf_counter() - begin
     return scalars | {names.TRAINER_SPEED: batch.tokens / secs, 'speed/update_secs': secs}
 
-  def snapshot(self) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (Hugging Face name, bf16 array) of the policy as it is now."""
-    return snapshot(self._trainer.spec.model, self.state.params)
+  def snapshot(self) -> Snapshot:
+    """Returns the policy as it is now, which the next update leaves alone."""
+    return Snapshot(self._trainer.spec.model, self.state.params)
 
 
 def _objective(aux: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -30,7 +30,7 @@ from mimo.objectives import Correction, candidate_logps, merge_aux, policy_loss
 from mimo.objectives.diagnostics import accumulate
 from mimo.trainer import sharding
 from mimo.trainer.packing import Batch, Bucket, MicroBatch, empty_micro_batch
-from mimo.trainer.snapshot import policy_params
+from mimo.trainer.rounding import policy_params
 from mimo.trainer.state import TrainerConfig, TrainState, learning_rate, new_state, optimizer
 
 # The head's matmul and the logits, whatever the layers compute in. A sampler must state the same.

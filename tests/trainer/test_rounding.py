@@ -1,7 +1,5 @@
 """What is published is what the trainer computes with."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,7 +7,8 @@ import numpy as np
 
 from mimo.models import decoder
 from mimo.models.table import from_named_tensors, table
-from mimo.trainer import snapshot
+from mimo.trainer import rounding
+from mimo.weights.publication import Snapshot
 
 
 def test_rounding_under_jit_is_the_cast_to_bf16():
@@ -21,7 +20,7 @@ def test_rounding_under_jit_is_the_cast_to_bf16():
   x = np.concatenate([special, random]).astype(np.float32)
   with np.errstate(over='ignore'):
     expected = x.astype(ml_dtypes.bfloat16).astype(np.float32)
-  got = np.asarray(jax.jit(snapshot.policy_params)(x))
+  got = np.asarray(jax.jit(rounding.policy_params)(x))
   assert got.dtype == np.float32
   # Subnormals may be flushed to zero on a device; no weight that matters is one.
   normal = np.abs(x) >= np.finfo(np.float32).tiny
@@ -30,7 +29,7 @@ def test_rounding_under_jit_is_the_cast_to_bf16():
 
 
 def test_read_back_computes_the_same_bit_for_bit(model, params):
-  tensors = dict(snapshot.snapshot(model, params))
+  tensors = dict(Snapshot(model, params))
   assert {x.dtype for x in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
   stacked = sum(row.stacked for row in table(model))
   assert len(tensors) == stacked * model.num_layers + len(table(model)) - stacked
@@ -43,7 +42,7 @@ def test_read_back_computes_the_same_bit_for_bit(model, params):
 
   @jax.jit
   def trainer(params):
-    policy = snapshot.policy_params(params)
+    policy = rounding.policy_params(params)
     return decoder.forward(model, policy, tokens, segments, positions)
 
   @jax.jit
@@ -52,12 +51,3 @@ def test_read_back_computes_the_same_bit_for_bit(model, params):
 
   np.testing.assert_array_equal(trainer(params), reader(read))
   assert (np.asarray(trainer(params)) != np.asarray(reader(params))).any()
-
-
-def test_a_snapshot_outlives_its_parameters(model, params):
-  placed = jax.tree.map(jnp.array, params)
-  tensors = snapshot.snapshot(model, placed)
-  scale = functools.partial(jax.tree.map, lambda x: 2 * x)
-  jax.block_until_ready(jax.jit(scale, donate_argnums=0)(placed))
-  got = dict(tensors)['model.embed_tokens.weight']
-  np.testing.assert_array_equal(got, params['embed']['embedding'].astype(ml_dtypes.bfloat16))
