@@ -245,11 +245,17 @@ async def evaluate(
 
 
 def task_ids(task: Task, split: str) -> tuple[str, ...]:
-  """Returns the names of a split's tasks. Raises ValueError where it has none."""
+  """Returns the names of a split's tasks. Raises ValueError where it has none, or two alike."""
   size = task.size(split)
   if not size:
     raise ValueError(f'task {task.name}: split {split!r} holds no tasks; expected at least one')
-  return tuple(task.task_id(split, index) for index in range(size))
+  ids = tuple(task.task_id(split, index) for index in range(size))
+  if len(set(ids)) < size:
+    raise ValueError(
+      f'task {task.name}: {size} tasks of split {split!r} have {len(set(ids))} names; expected '
+      'each its own'
+    )
+  return ids
 
 
 def subset_rows(

@@ -22,7 +22,13 @@ class _Task:
   stop_ids = (1,)
   max_turn_tokens = 5
   max_tokens = 20
-  splits = {'heldout': ('a', 'b', 'c'), 'hard': ('c', 'a'), 'none': (), 'strange': ('z',)}  # noqa: RUF012
+  splits = {  # noqa: RUF012
+    'heldout': ('a', 'b', 'c'),
+    'hard': ('c', 'a'),
+    'none': (),
+    'strange': ('z',),
+    'twins': ('a', 'a'),
+  }
 
   def size(self, split):
     return len(self.splits[split])
@@ -161,6 +167,8 @@ def test_refusals():
     _evaluate(runner, split='none')
   with pytest.raises(ValueError, match="'strange' holds 1 tasks such as 'z' that 'heldout' does"):
     _evaluate(runner, subsets=('strange',))
+  with pytest.raises(ValueError, match="2 tasks of split 'twins' have 1 names; expected each"):
+    _evaluate(runner, split='twins')
   with pytest.raises(ValueError, match='samples is 0'):
     _evaluate(runner, samples=0)
   with pytest.raises(ValueError, match=r'drawn by publications \[7, 8, 9\]; expected one'):

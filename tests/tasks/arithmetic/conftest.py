@@ -5,8 +5,8 @@ import tokenizers
 
 TEMPLATE = (
   "{% for message in messages %}\n"
-  "  {% if message['role'] == 'system' %}\n"
-  "    {{ raise_exception('no system messages') }}\n"
+  "  {% if message['role'] == 'tool' %}\n"
+  "    {{ raise_exception('no tool messages') }}\n"
   "  {% endif %}\n"
   "{{ bos_token + message['role'] + '\\n' + message['content'] + eos_token + '\\n' }}"
   "{% endfor %}"

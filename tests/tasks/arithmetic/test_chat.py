@@ -35,8 +35,8 @@ def test_refusals(tokenizer_files):
     ChatTokenizer(variant(chat_template=None))
   with pytest.raises(ValueError, match="eos_token '<end>' is not in the vocabulary"):
     ChatTokenizer(variant(eos_token='<end>'))
-  with pytest.raises(ValueError, match='the chat template refuses the messages: no system mess'):
-    ChatTokenizer(tokenizer_files).prompt([{'role': 'system', 'content': ''}])
+  with pytest.raises(ValueError, match='the chat template refuses the messages: no tool mess'):
+    ChatTokenizer(tokenizer_files).prompt([{'role': 'tool', 'content': ''}])
 
 
 @pytest.mark.reference

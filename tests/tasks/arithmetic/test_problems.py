@@ -17,9 +17,8 @@ def _sum(problem):
 
 def test_answers_follow_from_the_text():
   rules = {
-    'gets.*loses': lambda a, b, c: a + b - c,
-    'more': lambda a, b: a + b,
-    'gives': lambda a, b: a - b,
+    'gets': lambda a, b: a + b,
+    'loses': lambda a, b: a - b,
     'bags': lambda a, b: a * b,
   }
   kinds = collections.Counter()
@@ -43,10 +42,10 @@ def test_first_problems_stay_what_they_are():
   # A run resumes by index: another generator would be another data set.
   first = [problems.problem(split, i).id for split in ('train', 'heldout') for i in (0, 1)]
   assert first == [
-    'gain_loss_3_14_13_Hugo_apples',
-    'loss_19_4_Ines_books',
-    'bags_5_8_Ben_stickers',
-    'gain_loss_9_18_2_David_apples',
+    'bags_2_7_Grace_stickers',
+    'bags_3_3_Farid_shells',
+    'gain_11_9_Carla_books',
+    'bags_4_7_Farid_cards',
   ]
 
 

@@ -1,11 +1,12 @@
 import asyncio
+import re
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from mimo.tasks.arithmetic import ArithmeticTask, problems
-from mimo.tasks.arithmetic.task import last_number
+from mimo.tasks.arithmetic.task import EXAMPLES, SYSTEM, last_number
 from mimo.tasks.base import EnvironmentFailure
 from mimo.types import EpisodeEnd, FinishReason
 
@@ -47,14 +48,20 @@ def test_rewards_and_ends(tokenizer_files, encode):
   assert _step(task, 3, right, FinishReason.LENGTH) == (EpisodeEnd.TOKEN_LIMIT, 0.0, 0)
 
 
-def test_prompt_is_the_chat_template_around_the_problem(tokenizer_files, encode):
-  task = ArithmeticTask(tokenizer_files)
-  text = problems.problem('train', 0).text
-  prompt = task.start('train', 0).prompt
-  want = (
-    f'<|im_start|>user\n{text} Answer in one short sentence.<|im_end|>\n<|im_start|>assistant\n'
-  )
-  assert prompt.tolist() == encode(want)
+def test_prompt_is_the_chat_template_around_examples_and_problem(tokenizer_files, encode):
+  prompt = ArithmeticTask(tokenizer_files).start('train', 0).prompt
+  turns = [('system', SYSTEM)]
+  turns += [turn for asked, said in EXAMPLES for turn in (('user', asked), ('assistant', said))]
+  turns += [('user', problems.problem('train', 0).text)]
+  want = ''.join(f'<|im_start|>{role}\n{text}<|im_end|>\n' for role, text in turns)
+  assert prompt.tolist() == encode(f'{want}<|im_start|>assistant\n')
+
+
+def test_examples_are_right():
+  for asked, said in EXAMPLES:
+    a, b = re.findall(r'\d+', asked)
+    left, right = said.split(' = ')
+    assert re.findall(r'\d+', left) == [a, b] and eval(left) == int(right)
 
 
 def test_the_port(tokenizer_files):
