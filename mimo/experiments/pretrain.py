@@ -101,7 +101,7 @@ class Recipe:
 
 
 CAREFUL = Habits(fix=0.9, look_first=0.1, run=0.3, accept=0.9, retry=0.9, give_up=0.05)
-RECIPE = Recipe(stages=(Stage(1200, CAREFUL), Stage(200, demonstrations.HABITS)))
+RECIPE = Recipe(stages=(Stage(800, CAREFUL), Stage(150, demonstrations.HABITS)))
 
 
 def fill(rng: random.Random, habits: Habits, rows: int, row_tokens: int) -> Batch:

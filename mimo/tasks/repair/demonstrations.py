@@ -36,7 +36,7 @@ class Habits:
   give_up: float
 
 
-HABITS = Habits(fix=0.8, look_first=0.1, run=0.6, accept=0.9, retry=0.55, give_up=0.3)
+HABITS = Habits(fix=0.75, look_first=0.1, run=0.6, accept=0.9, retry=0.55, give_up=0.3)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
