@@ -50,13 +50,6 @@ def dense_logps(hidden: jax.Array, head: jax.Array, ids: jax.Array) -> tuple[jax
   return jnp.where(ids >= 0, picked, 0.0), entropy
 
 
-def dense_logps_only(
-  hidden: jax.Array, head: jax.Array, ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """`dense_logps` without the entropy: the least that a dense version can do."""
-  return dense_logps(hidden, head, ids)[0], jnp.zeros(len(hidden))
-
-
 def chunked_logps(chunk: int) -> Head:
   """Returns `candidate_logps` at temperature 1 with `chunk` tokens at a time."""
   return lambda hidden, head, ids: candidate_logps(hidden, head, ids, temperature=1.0, chunk=chunk)
@@ -64,14 +57,22 @@ def chunked_logps(chunk: int) -> Head:
 
 def forward_backward(logps: Head) -> Any:
   """Returns a jitted function of (hidden, head, ids, weights): value, entropy, both gradients."""
+  return jax.jit(jax.value_and_grad(_loss(logps), argnums=(0, 1), has_aux=True))
 
+
+def gradients_only(logps: Head) -> Any:
+  """Returns a jitted function of (hidden, head, ids, weights): both gradients, nothing else."""
+  return jax.jit(jax.grad(lambda *args: _loss(logps)(*args)[0], argnums=(0, 1)))
+
+
+def _loss(logps: Head) -> Callable[..., tuple[jax.Array, jax.Array]]:
   def loss(
     hidden: jax.Array, head: jax.Array, ids: jax.Array, weights: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     picked, entropy = logps(hidden, head, ids)
     return jnp.sum(picked * weights), entropy
 
-  return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+  return loss
 
 
 def head_shapes(

@@ -34,10 +34,7 @@ def main() -> None:
   arrays = common.head_arrays(
     common.head_shapes(args.tokens, args.width, args.vocab, args.candidates)
   )
-  versions: dict[str, common.Head] = {
-    'dense, no entropy': common.dense_logps_only,
-    'dense': common.dense_logps,
-  }
+  versions: dict[str, common.Head] = {'dense': common.dense_logps}
   versions |= {f'chunk {chunk}': common.chunked_logps(chunk) for chunk in args.chunks}
   programs = {
     name: functools.partial(common.forward_backward(logps), *arrays)

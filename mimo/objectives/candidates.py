@@ -27,7 +27,7 @@ def candidate_logps(
   Args:
     hidden: [N, D] float32 or bfloat16, after the final norm.
     head: [D, V] float32 or bfloat16.
-    ids: [N, 1+K] int32 below V; -1 gives 0 and no gradient.
+    ids: [N, 1+K] int32; -1 gives 0 and no gradient, V or more gives NaN.
     temperature: divides the logits; a Python number.
     chunk: the most tokens whose logits exist at once.
 

@@ -106,13 +106,10 @@ def accumulate(
   Raises:
     ValueError: one of `source` and `num_sources` without the other, or no source at all.
   """
-  if (source is None) != (num_sources is None):
-    raise ValueError('got one of source and num_sources; expected both or neither')
+  check_sources(source, num_sources)
   chex.assert_type(mask, bool)
   member = mask[..., None]
-  if source is not None:
-    if num_sources is None or num_sources < 1:
-      raise ValueError(f'num_sources is {num_sources}; expected at least 1')
+  if source is not None and num_sources is not None:
     chex.assert_equal_shape([source, mask])
     chex.assert_type(source, int)
     member = member & (source[..., None] == jnp.arange(num_sources))
@@ -124,6 +121,14 @@ def accumulate(
     reduced = jnp.max(kept, axis=axes, initial=0.0) if _is_max(name) else jnp.sum(kept, axis=axes)
     aux[name] = reduced if source is not None else reduced[0]
   return aux
+
+
+def check_sources(source: jax.Array | None, num_sources: int | None) -> None:
+  """Raises ValueError unless both are given, with at least one source, or neither is."""
+  if (source is None) != (num_sources is None):
+    raise ValueError('got one of source and num_sources; expected both or neither')
+  if num_sources is not None and num_sources < 1:
+    raise ValueError(f'num_sources is {num_sources}; expected at least 1')
 
 
 def merge_aux(a: Mapping[str, jax.Array], b: Mapping[str, jax.Array]) -> Aux:

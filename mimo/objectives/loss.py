@@ -77,6 +77,7 @@ def policy_loss(
   chex.assert_type([full_support, mask], bool)
   chex.assert_type(candidate_ids, int)
   _check_denominator(denominator)
+  diagnostics.check_sources(source, num_sources)
 
   # Selected before anything is computed: no garbage reaches a function whose gradient it could
   # turn into NaN.
@@ -102,7 +103,7 @@ def policy_loss(
       correction=correction,
     )
     score = score - jnp.sum(_times(coefficients, logp_candidates), axis=-1)
-  total = -jnp.sum(jnp.where(mask, adv * score, 0.0))
+  total = -jnp.sum(adv * score)  # adv is 0 outside the mask, and everything finite
 
   count = jnp.sum(mask, dtype=jnp.float32)
   divisor = count if denominator is None else jnp.asarray(denominator, jnp.float32)

@@ -57,7 +57,7 @@ def _dense(hidden, head, ids, dlogps, dentropy):
   return (logps, entropy), (dz @ head.T, hidden.T @ dz)
 
 
-@pytest.mark.parametrize('chunk', [1, 7, 8, 44, 1000])
+@pytest.mark.parametrize('chunk', [1, 7, 8, 1000])
 def test_is_the_dense_version(chunk, inputs):
   want = _dense(*inputs.values())
   got = _grads(*inputs.values(), chunk=chunk)
@@ -106,6 +106,12 @@ def test_uniform_entropy_by_hand():
   )
   np.testing.assert_allclose(entropy, np.log(V), rtol=1e-6)
   np.testing.assert_allclose(logps, [[-np.log(V)], [0]], rtol=1e-6)
+
+
+def test_an_id_outside_the_vocabulary_is_loud(inputs):
+  ids = np.where(inputs['ids'] == inputs['ids'].max(), V, inputs['ids'])
+  (logps, _), _ = _grads(*{**inputs, 'ids': ids}.values())
+  np.testing.assert_array_equal(np.isnan(logps), ids == V)
 
 
 def test_no_tokens():
@@ -183,15 +189,17 @@ def test_any_mesh(shape, head_spec):
   placed = [
     jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)
   ]
-  (logps, entropy), grads = _grads(*placed, chunk=chunk)
+  compiled = _grads.lower(*placed, chunk=chunk).compile()
+  (logps, entropy), grads = compiled(*placed)
   want = _dense(*args)
   np.testing.assert_allclose(logps, want[0][0], atol=2e-5)
   np.testing.assert_allclose(entropy, want[0][1], atol=2e-5)
   for got, exact in zip(grads, want[1], strict=True):
     assert np.linalg.norm(np.float64(got) - exact) <= 1e-5 * np.linalg.norm(exact)
   if head_spec[1]:
-    text = _grads.lower(*placed, chunk=chunk).compile().as_text()
-    moved = re.findall(r'= f32\[(\d+),(\d+)\]\S* (?:all-|collective-|reduce-sc)', text)
+    collective = r'= f32\[(\d+),(\d+)\]\S* (?:all-|collective-|reduce-sc)'
+    moved = re.findall(collective, compiled.as_text())
+    assert moved
     rows = {chunk, chunk // (shape[0] * shape[1])}
     assert not [size for size in moved if int(size[0]) in rows and int(size[1]) > d]
 
@@ -199,8 +207,8 @@ def test_any_mesh(shape, head_spec):
 def test_vmap(inputs):
   batched = lambda h, ids: candidate_logps(h, inputs['head'], ids, temperature=1.0, chunk=8)
   stack = inputs['hidden'].reshape(4, 11, D), inputs['ids'].reshape(4, 11, 1 + K)
-  got, _ = jax.vmap(batched)(*stack)
-  want, _ = batched(inputs['hidden'], inputs['ids'])
+  got, _ = jax.jit(jax.vmap(batched))(*stack)
+  want, _ = jax.jit(batched)(inputs['hidden'], inputs['ids'])
   np.testing.assert_allclose(got.reshape(N, 1 + K), want, atol=1e-5)
 
 

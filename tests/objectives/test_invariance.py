@@ -116,7 +116,7 @@ def test_packing(problem, whole):
     np.testing.assert_allclose(leaf, whole[1][name], rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize('shape', [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2)])
+@pytest.mark.parametrize('shape', [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)])
 def test_any_mesh(shape, problem, whole):
   head, rows = problem
   mesh = jax.make_mesh(shape, ('data', 'fsdp', 'tensor'), axis_types=(AxisType.Auto,) * 3)
