@@ -255,6 +255,18 @@ class ViewFollower:
     Raises ValueError naming the file that is missing or corrupt, or the version that the store
     does not (or no longer) hold.
     """
+    directory, files = self.locate(version)
+    for file, stated in files.items():
+      if not (directory / file).is_file():
+        raise ValueError(f'{directory / file} is missing')
+      _expect_blob(str(directory / file), hash_file(directory / file), stated)
+    return directory
+
+  def locate(self, version: Version) -> tuple[pathlib.Path, dict[str, Blob]]:
+    """Returns a version's view directory, unchecked, and what each of its files must be.
+
+    Raises ValueError naming the version that the store does not (or no longer) hold.
+    """
     manifest = self._manifest(version.number)
     if _version(manifest['version']) != version:
       raise ValueError(f'view {self._view}: {manifest["version"]} is stored; expected {version}')
@@ -262,11 +274,7 @@ class ViewFollower:
       directory = self._store.local_path(_view_key(self._view, version.number))
     except KeyError as error:
       raise ValueError(f'view {self._view}: {error.args[0]}') from None
-    for file, stated in manifest['files'].items():
-      if not (directory / file).is_file():
-        raise ValueError(f'{directory / file} is missing')
-      _expect_blob(str(directory / file), hash_file(directory / file), Blob(**stated))
-    return directory
+    return directory, {file: Blob(**stated) for file, stated in manifest['files'].items()}
 
   def versions(self) -> list[Version]:
     """Returns every version that the store holds whole, by number."""
