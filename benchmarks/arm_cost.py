@@ -10,7 +10,6 @@ candidates, so that every arm replays.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -107,31 +106,26 @@ def updater(name: str, model: ModelConfig, batch: Batch) -> Callable[[], Any]:
 
 
 def main() -> None:
-  """Prints one Markdown table row per arm: median seconds, and the ratio to the first arm."""
+  """Prints one Markdown table row per arm, with ratios to the first."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
   parser.add_argument('--size', choices=sorted(SIZES), default='repair')
   parser.add_argument(
     '--arms', nargs='+', default=['grpo_topp', 'mis_topp', 'sc_topp', 'sc_mis_topp']
   )
   parser.add_argument('--rounds', type=int, default=20)
-  parser.add_argument('--clock', choices=sorted(common.CLOCKS), default='wall')
   args = parser.parse_args()
 
   vocab, width, mlp, layers, candidates, bucket = SIZES[args.size]
   model = model_config(vocab, width, mlp, layers)
   batch = random_batch(bucket, vocab, candidates)
   programs = {name: updater(name, model, batch) for name in args.arms}
-  secs = common.interleaved_secs(programs, args.rounds, args.clock)
+  timings = common.interleaved(programs, args.rounds)
   print(common.machine())
   print(
     f'V={vocab} D={width} {layers} layers, {bucket.rows} rows of {bucket.tokens} tokens, '
-    f'{bucket.trained} trained in each, K={candidates}; {args.clock} clock, {args.rounds} rounds'
+    f'{bucket.trained} trained in each, K={candidates}; {args.rounds} rounds'
   )
-  print(f'| arm | median ms | this / {args.arms[0]}, median of rounds |')
-  print('|---|---|---|')
-  for name, values in secs.items():
-    ratio = common.median_ratio(secs, name, args.arms[0])
-    print(f'| {name} | {statistics.median(values) * 1e3:.1f} | {ratio:.3f} |')
+  common.print_timings(timings, args.arms[0])
 
 
 if __name__ == '__main__':

@@ -8,7 +8,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,34 +99,46 @@ def head_arrays(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> tuple[jax.Array, ..
   )
 
 
-CLOCKS = {'wall': time.perf_counter, 'cpu': time.process_time}
+class Timings(NamedTuple):
+  """Seconds of each round: `wall` on the clock, `cpu` over all threads of this process."""
+
+  wall: list[float]
+  cpu: list[float]
 
 
-def interleaved_secs(
-  programs: Mapping[str, Callable[[], Any]], rounds: int, clock: str = 'wall'
-) -> dict[str, list[float]]:
+def interleaved(programs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Timings]:
   """Runs each program once to warm up, then all of them in turn, `rounds` times.
 
-  Taking turns spreads whatever else the machine does over all of them. The clock 'cpu' counts the
-  CPU seconds of this process instead: for machines that are never quiet.
+  Taking turns spreads whatever else the machine does over all of them. CPU seconds say more than
+  the clock where a machine is never quiet.
   """
-  now = CLOCKS[clock]
   for program in programs.values():
     jax.block_until_ready(program())
-  secs: dict[str, list[float]] = {name: [] for name in programs}
+  timings = {name: Timings([], []) for name in programs}
   for _ in range(rounds):
     for name, program in programs.items():
-      start = now()
+      wall, cpu = time.perf_counter(), time.process_time()
       jax.block_until_ready(program())
-      secs[name].append(now() - start)
-  return secs
+      timings[name].wall.append(time.perf_counter() - wall)
+      timings[name].cpu.append(time.process_time() - cpu)
+  return timings
 
 
-def median_ratio(secs: Mapping[str, list[float]], name: str, base: str) -> float:
+def median_ratio(ours: list[float], theirs: list[float]) -> float:
   """Returns the median over rounds of one program's time over another's in the same round."""
-  return statistics.median(
-    ours / theirs for ours, theirs in zip(secs[name], secs[base], strict=True)
-  )
+  return statistics.median(x / y for x, y in zip(ours, theirs, strict=True))
+
+
+def print_timings(timings: Mapping[str, Timings], base: str) -> None:
+  """Prints one Markdown table row per program: medians, and ratios to `base` in the same round."""
+  print(f'| version | median ms | / {base} | median CPU ms | / {base} |')
+  print('|---|---|---|---|---|')
+  for name, ours in timings.items():
+    cells = []
+    for values, theirs in zip(ours, timings[base], strict=True):
+      ratio = median_ratio(values, theirs)
+      cells += [f'{statistics.median(values) * 1e3:.0f}', f'{ratio:.2f}']
+    print(f'| {name} | {" | ".join(cells)} |')
 
 
 def largest_in_jaxpr(jaxpr: Any) -> int:

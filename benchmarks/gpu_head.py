@@ -98,7 +98,7 @@ def main() -> None:
     name: functools.partial(common.forward_backward(logps), *arrays)
     for name, logps in versions.items()
   }
-  secs = common.interleaved_secs(programs, args.rounds)
+  secs = {name: both.wall for name, both in common.interleaved(programs, args.rounds).items()}
   print(common.machine())
   print(f'N={args.tokens} D={args.width} V={args.vocab} K={args.candidates}, bfloat16')
   print('| version | median ms | / dense | TFLOP/s | of matmul | peak GB | temporary GB |')
@@ -110,7 +110,7 @@ def main() -> None:
     rate = _MATMULS.get(name, _CHUNKED_MATMULS) * one / median
     peak = peaks.get(name, {'peak': None, 'temporary': None})
     print(
-      f'| {name} | {median * 1e3:.2f} | {common.median_ratio(secs, name, "dense"):.2f} '
+      f'| {name} | {median * 1e3:.2f} | {common.median_ratio(values, secs["dense"]):.2f} '
       f'| {rate / 1e12:.1f} | {rate / plain:.0%} '
       f'| {_gigabytes(peak["peak"])} | {_gigabytes(peak["temporary"])} |'
     )

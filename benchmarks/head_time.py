@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
 
 from benchmarks import common
 
 
 def main() -> None:
-  """Prints one Markdown table row per version: median seconds, and the ratio to dense."""
+  """Prints one Markdown table row per version."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
   parser.add_argument('--tokens', type=int, default=1024)
   parser.add_argument('--width', type=int, default=1024)
@@ -23,13 +22,12 @@ def main() -> None:
   parser.add_argument('--candidates', type=int, default=128)
   parser.add_argument('--chunks', type=int, nargs='+', default=[128, 256, 512])
   parser.add_argument('--rounds', type=int, default=5)
-  parser.add_argument('--clock', choices=sorted(common.CLOCKS), default='wall')
   args = parser.parse_args()
 
   print(common.machine())
   print(
     f'N={args.tokens} D={args.width} V={args.vocab} K={args.candidates}, float32; '
-    f'{args.clock} clock, {args.rounds} rounds'
+    f'{args.rounds} rounds'
   )
   arrays = common.head_arrays(
     common.head_shapes(args.tokens, args.width, args.vocab, args.candidates)
@@ -40,12 +38,7 @@ def main() -> None:
     name: functools.partial(common.forward_backward(logps), *arrays)
     for name, logps in versions.items()
   }
-  secs = common.interleaved_secs(programs, args.rounds, args.clock)
-  print('| version | median s | this / dense, median of rounds |')
-  print('|---|---|---|')
-  for name, values in secs.items():
-    ratio = common.median_ratio(secs, name, 'dense')
-    print(f'| {name} | {statistics.median(values):.2f} | {ratio:.2f} |')
+  common.print_timings(common.interleaved(programs, args.rounds), 'dense')
 
 
 if __name__ == '__main__':
