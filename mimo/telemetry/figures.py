@@ -143,9 +143,15 @@ def tail_ratio(series: Series) -> Figure | None:
       ax.plot(steps, _positive(values), color=_OVERALL, ls=':', lw=1, label='all, maximum')
     ax.axhline(1.0, color='#777777', lw=1, ls='--')
 
-  # A source that always recorded its whole support has no tail, and a ratio of exactly 0.
+  # A source that always recorded its whole support has no tail, and reads 0.
   return _by_source(
-    series, names.TAIL_RATIO, 'Tail ratio', '(1 - Q) / (1 - P)', log=True, finish=finish
+    series,
+    names.TAIL_RATIO,
+    'Tail ratio',
+    '(1 - Q) / (1 - P)',
+    log=True,
+    nothing='every support was recorded whole:\nthere is no tail',
+    finish=finish,
   )
 
 
@@ -215,9 +221,10 @@ def _by_source(
   *,
   overall: str = '',
   log: bool = False,
+  nothing: str = '',
   finish: Callable[[Axes], None] | None = None,
 ) -> Figure | None:
-  """One line by source and one over all."""
+  """One line by source and one over all; the text `nothing` where a log axis has no point."""
   overall = overall or names.of_train(name)
   pools = names.sources(series)
   drawn = [pool for pool in pools if names.of_source(pool, name) in series]
@@ -234,11 +241,14 @@ def _by_source(
       values = _positive(values) if log else values
       anything |= bool(np.isfinite(values).any())
       ax.plot(steps, values, color=colour, label=shown, lw=2 if shown == 'all' else 1.3)
-    if log and anything:
+    ax.set_ylabel(label)
+    if log and not anything:
+      ax.text(0.5, 0.5, nothing, ha='center', va='center', transform=ax.transAxes)
+      return figure
+    if log:
       ax.set_yscale('log')
     if finish is not None:
       finish(ax)
-    ax.set_ylabel(label)
     ax.legend(loc='center left', bbox_to_anchor=(1.0, 0.5))
     return figure
 

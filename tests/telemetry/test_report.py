@@ -131,7 +131,13 @@ def test_figure_shows_the_base_as_a_line_and_every_pool(tmp_path):
   assert figures.cost({}) is None and figures.pass_at_k({}) is None and figures.kl({}) is None
 
 
-def test_svg_is_plain_json_free_text(tmp_path):
+def test_all_zero_on_a_log_axis():
   series = figures.to_series([json.loads('{"step": 1, "train/kl": 0.0}')])
-  # All zero on a log axis: drawn without a warning, on a linear one.
+  # Drawn without a warning, on a linear one.
   assert figures.svg(figures.kl(series)).startswith('<svg')
+
+
+def test_a_run_without_tails_says_so():
+  series = figures.to_series([{'step': 1, 'train/rho': 0.0, 'source/a/rho': 0.0}])
+  (text,) = figures.tail_ratio(series).axes[0].texts
+  assert text.get_text() == 'every support was recorded whole:\nthere is no tail'
