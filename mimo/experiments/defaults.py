@@ -41,7 +41,7 @@ def base(arm: str) -> config_dict.ConfigDict:
         'episode_timeout_secs': 600.0,  # the first episodes wait for compilation
       },
       'trainer': {
-        'learning_rate': 3e-4,
+        'learning_rate': 2e-4,
         'b2': 0.98,
         'weight_decay': 0.1,
         'max_grad_norm': 1.0,
@@ -65,21 +65,29 @@ def base(arm: str) -> config_dict.ConfigDict:
 
 
 def pool(
-  accelerator: str, weight_format: str, *, sessions: int, turns_per_hour: float | None
+  accelerator: str,
+  weight_format: str,
+  *,
+  sessions: int,
+  turns_per_hour: float | None,
+  server: str = 'native',
 ) -> config_dict.ConfigDict:
-  """Returns one pool: a native sampler that stands for replicas of one server configuration.
+  """Returns one pool: replicas of one server configuration.
 
   Args:
-    accelerator: a key of the price table, such as 'H100'.
+    accelerator: a key of the price table, such as 'H100', '2xH100' where one replica takes two; or
+      'CPU', which costs nothing.
     weight_format: a format of the converter.
     sessions: how many a replica decodes at a time.
     turns_per_hour: what one replica serves, stated by whoever measured it; None prices nothing.
+    server: 'native', which samples in this process and stands for the accelerator, or 'vllm', which
+      starts a vLLM server on it.
   """
   throughput = config_dict.placeholder(float)
   config = config_dict.ConfigDict(
     {
       'accelerator': accelerator,
-      'gpus_per_replica': 1,
+      'server': server,
       'format': weight_format,
       'kv_cache_dtype': 'fp8',
       'prefix_cache': 'keep',
