@@ -5,12 +5,19 @@ every token, the tail included, with scores written out as vectors.
 """
 
 import dataclasses
+import functools
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
+from mimo.objectives import policy_loss
+
 FLOOR = 1e-6
+SIZE, WIDTH = 48, 56  # V, and K: more than any support
+BATCH = 256  # rows per call: one shape, so one trace per correction
 
 
 @dataclasses.dataclass
@@ -80,6 +87,40 @@ def enumerate_row(row, correction):
       score = score - q[v] * w_v * scores[v]
       value -= q[v] * w_v * logp[v] if w_v else 0.0
   return -row.adv * value, -row.adv * score
+
+
+@functools.partial(jax.jit, static_argnames='correction')
+def _row_losses(logits, args, correction):
+  def one(logits, row):
+    logp = jax.nn.log_softmax(logits)
+    return policy_loss(
+      logp_trainer=logp[row['token']],
+      # Ids of -1 read the last token here: the loss must not care.
+      logp_trainer_candidates=logp[row['candidate_ids']],
+      mask=jnp.array(True),
+      correction=correction,
+      denominator=1.0,
+      **{name: value for name, value in row.items() if name != 'token'},
+    )
+
+  (loss, aux), grads = jax.vmap(jax.value_and_grad(one, has_aux=True))(logits, args)
+  return loss, grads, aux
+
+
+def evaluate_rows(rows, correction):
+  """Returns (loss [R], gradients in the logits [R, V], aux [R]) of policy_loss, row by row."""
+  count, rows = len(rows), list(rows) + [rows[0]] * (BATCH - len(rows))
+  logits = np.stack([row.logits for row in rows])
+  args = {
+    'token': np.array([row.token for row in rows], np.int32),
+    'logp_sampler': np.array([row.logq_token for row in rows], np.float32),
+    'logp_sampler_candidates': np.stack([row.logq for row in rows]),
+    'candidate_ids': np.stack([row.ids for row in rows]),
+    'full_support': np.array([row.full for row in rows]),
+    'adv': np.array([row.adv for row in rows], np.float32),
+  }
+  out = _row_losses(logits, args, correction=correction)
+  return jax.tree.map(lambda x: np.asarray(x)[:count], out)
 
 
 def make_row(rng, size, width, *, kind, head=None, scale=2.0, gap=0.5):
@@ -175,11 +216,17 @@ def tails_of():
 
 
 @pytest.fixture(scope='session')
-def row_maker():
-  return make_row
+def evaluate():
+  return evaluate_rows
+
+
+@pytest.fixture(scope='session')
+def row_type():
+  return Row
 
 
 @pytest.fixture(scope='session')
 def rows():
-  """Positions over 48 tokens with room for 56 candidates: ordinary ones, then extreme ones."""
-  return _ordinary(np.random.default_rng(0), 48, 56) + _extreme(np.random.default_rng(1), 48, 56)
+  """Ordinary positions, then extreme ones."""
+  ordinary = _ordinary(np.random.default_rng(0), SIZE, WIDTH)
+  return ordinary + _extreme(np.random.default_rng(1), SIZE, WIDTH)

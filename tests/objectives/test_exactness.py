@@ -1,66 +1,16 @@
 """The loss and its gradient against a float64 enumeration of the vocabulary (conftest.py)."""
 
-import functools
-
 import chex
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mimo.objectives import ARMS, arm, policy_loss
-
-CORRECTIONS = {name: arm(name).correction for name in ARMS}
-
-
-def stack(rows):
-  """Rows -> the arguments of `row_losses`."""
-  return {
-    'logits': np.stack([row.logits for row in rows]),
-    'token': np.array([row.token for row in rows], np.int32),
-    'logp_sampler': np.array([row.logq_token for row in rows], np.float32),
-    'logp_sampler_candidates': np.stack([row.logq for row in rows]),
-    'candidate_ids': np.stack([row.ids for row in rows]),
-    'full_support': np.array([row.full for row in rows]),
-    'adv': np.array([row.adv for row in rows], np.float32),
-    'mask': np.ones(len(rows), bool),
-  }
-
-
-def batch_loss(logits, *, token, candidate_ids, correction, denominator=1.0, **rest):
-  logp = jax.nn.log_softmax(logits)
-  return policy_loss(
-    logp_trainer=jnp.take_along_axis(logp, token[:, None], -1)[:, 0],
-    # Ids of -1 read the last token here: the loss must not care.
-    logp_trainer_candidates=jnp.take_along_axis(logp, candidate_ids, -1),
-    candidate_ids=candidate_ids,
-    correction=correction,
-    denominator=denominator,
-    **rest,
-  )
-
-
-@functools.partial(jax.jit, static_argnames='correction')
-def row_losses(logits, correction, **args):
-  """Returns the loss, the gradient and the aux of each row by itself."""
-
-  def one(logits, args):
-    args = {name: value[None] for name, value in args.items()}
-    return batch_loss(logits[None], correction=correction, **args)
-
-  (loss, aux), grads = jax.vmap(jax.value_and_grad(one, has_aux=True))(logits, args)
-  return loss, grads, aux
-
-
-def run(rows, correction):
-  args = stack(rows)
-  return row_losses(args.pop('logits'), correction=correction, **args)
+from mimo.objectives import ARMS, arm
 
 
 @pytest.mark.parametrize('name', ARMS)
-def test_gradient_is_the_enumerations(name, rows, enumeration, rho_of, tails_of):
-  correction = CORRECTIONS[name]
-  loss, grads, aux = run(rows, correction)
+def test_gradient_is_the_enumerations(name, rows, evaluate, enumeration, rho_of, tails_of):
+  correction = arm(name).correction
+  loss, grads, aux = evaluate(rows, correction)
   chex.assert_tree_all_finite((loss, grads, aux))
   for i, row in enumerate(rows):
     want_loss, want = enumeration(row, correction)
