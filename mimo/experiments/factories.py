@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
@@ -13,11 +14,11 @@ from ml_collections import config_dict
 
 from mimo import fleet, objectives
 from mimo.evaluation import evaluate as evaluation
-from mimo.experiments import settings
+from mimo.experiments import servers, settings
 from mimo.models.config import ModelConfig
 from mimo.rollouts.base import RolloutSettings
 from mimo.rollouts.session import EpisodeSpec, run_episode
-from mimo.samplers.base import Sampler
+from mimo.samplers.base import PinnableSampler, Sampler
 from mimo.samplers.engine import EngineSettings
 from mimo.samplers.native import NativeSampler
 from mimo.tasks import arithmetic, repair
@@ -95,21 +96,35 @@ def make_arm(config: config_dict.ConfigDict) -> objectives.Arm:
 
 def make_pools(config: config_dict.ConfigDict) -> tuple[fleet.Pool, ...]:
   """Returns the fleet, in the order of names."""
-  return tuple(
-    fleet.Pool(
+  pools = []
+  for name, options in sorted(config.pools.items()):
+    count, accelerator = _accelerator(name, options.accelerator)
+    pool = fleet.Pool(
       name=name,
-      accelerator=pool.accelerator,
-      gpus_per_replica=pool.gpus_per_replica,
+      accelerator=accelerator,
+      gpus_per_replica=count,
       replicas=1,
-      format=pool.format,
-      kv_cache_dtype=pool.kv_cache_dtype,
-      prefix_cache=pool.prefix_cache,
-      sessions_per_replica=pool.sessions,
-      usd_per_gpu_hour=fleet.list_price(pool.accelerator),
-      turns_per_hour=pool.turns_per_hour,
+      format=options.format,
+      kv_cache_dtype=options.kv_cache_dtype,
+      prefix_cache=options.prefix_cache,
+      sessions_per_replica=options.sessions,
+      usd_per_gpu_hour=0.0 if accelerator == servers.CPU else fleet.list_price(accelerator),
+      turns_per_hour=options.turns_per_hour,
     )
-    for name, pool in sorted(config.pools.items())
-  )
+    if options.server == 'vllm':
+      servers.check_pool(name, pool)
+    pools.append(pool)
+  return tuple(pools)
+
+
+def _accelerator(pool: str, stated: str) -> tuple[int, str]:
+  """Returns how many GPUs one replica takes, and which: 'H100', or '2xH100'."""
+  count, times, name = stated.partition('x')
+  if not (times and count.isdigit()):
+    return 1, stated
+  if int(count) < 1:
+    raise ValueError(f'pools.{pool}.accelerator is {stated!r}; expected at least one GPU')
+  return int(count), name
 
 
 def make_sampling(
@@ -192,12 +207,15 @@ def make_samplers(
   store: Store,
   model: ModelConfig,
   *,
+  sampling: SamplingParams,
   max_tokens: int,
+  directory: pathlib.Path,
   executor: Executor | None,
-) -> tuple[NativeSampler, ...]:
-  """Returns one native sampler per pool, not yet started."""
-  return tuple(
-    NativeSampler(
+) -> tuple[PinnableSampler, ...]:
+  """Returns one sampler per pool, not yet started. Servers keep their logs in `directory`."""
+
+  def native(pool: fleet.Pool) -> NativeSampler:
+    return NativeSampler(
       ViewFollower(store, pool.format),
       source=pool.source,
       config=model,
@@ -210,8 +228,17 @@ def make_samplers(
       emulate_activations=config.emulate_activations,
       executor=executor,
     )
-    for pool in pools
+
+  served = {pool.name for pool in pools if config.pools[pool.name].server == 'vllm'}
+  machine = servers.Servers(
+    store,
+    model,
+    sampling,
+    max_tokens=max_tokens,
+    directory=directory,
+    pools=[pool for pool in pools if pool.name in served],
   )
+  return tuple(machine.sampler(pool) if pool.name in served else native(pool) for pool in pools)
 
 
 def make_evaluator(

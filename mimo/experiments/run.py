@@ -21,8 +21,7 @@ from mimo.rollouts.asynchronous import AsyncLimits, AsyncRollouts
 from mimo.rollouts.base import Batch, RolloutSource
 from mimo.rollouts.lockstep import LockstepRollouts
 from mimo.rollouts.versions import live_updates
-from mimo.samplers.base import check_contract
-from mimo.samplers.native import NativeSampler
+from mimo.samplers.base import PinnableSampler, check_contract
 from mimo.tasks.base import Task
 from mimo.telemetry import metrics, names, report
 from mimo.telemetry.ledger import Ledger
@@ -138,9 +137,9 @@ class Run:
       None if self._lockstep else concurrent.futures.ThreadPoolExecutor(1, name)
       for name in ('sampler', 'update')
     )
-    self.samplers: tuple[NativeSampler, ...] = ()
+    self.samplers: tuple[PinnableSampler, ...] = ()
     self.rollouts: RolloutSource
-    self._evaluator: NativeSampler
+    self._evaluator: PinnableSampler
 
   async def open(self) -> None:
     """Publishes the weights, starts the samplers and makes the rollouts ready."""
@@ -152,7 +151,9 @@ class Run:
       plan.pools,
       self.store,
       model,
+      sampling=plan.sampling,
       max_tokens=plan.task.max_tokens,
+      directory=self.workdir.path / 'servers',
       executor=self._sampling,
     )
     self._evaluator = factories.make_evaluator(
@@ -163,7 +164,7 @@ class Run:
     )
     for sampler in (*self.samplers, self._evaluator):
       check_contract(sampler.contract, logits_dtype=LOGITS_DTYPE, vocab_size=model.vocab_size)
-      await sampler.start()
+    await asyncio.gather(*(sampler.start() for sampler in (*self.samplers, self._evaluator)))
     self.rollouts = self._make_rollouts()
 
   async def publish(self, update: int) -> Version:

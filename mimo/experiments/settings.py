@@ -73,9 +73,9 @@ def check(config: config_dict.ConfigDict) -> None:
   for name, pool in config.pools.items():
     one_of(f'pools.{name}.prefix_cache', pool.prefix_cache, ('keep', 'drop'))
     one_of(f'pools.{name}.kv_cache_dtype', pool.kv_cache_dtype, ('bf16', 'fp8'))
-    for key in ('sessions', 'gpus_per_replica'):
-      if not pool[key] > 0:
-        raise ValueError(f'pools.{name}.{key} is {pool[key]}; expected a number > 0')
+    one_of(f'pools.{name}.server', pool.server, ('native', 'vllm'))
+    if not pool.sessions > 0:
+      raise ValueError(f'pools.{name}.sessions is {pool.sessions}; expected a number > 0')
     if pool.turns_per_hour is not None and not pool.turns_per_hour > 0:
       raise ValueError(
         f'pools.{name}.turns_per_hour is {pool.turns_per_hour}; expected a number > 0'

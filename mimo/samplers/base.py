@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from mimo.types import SamplingParams, Source, TurnSample
+from mimo.types import SamplingParams, Source, TurnSample, Version
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,6 +77,16 @@ class Sampler(Protocol):
 
   async def close(self) -> None:
     """Stops; turns in flight raise SamplerError."""
+
+
+class PinnableSampler(Sampler, Protocol):
+  """A sampler that can be held at a version."""
+
+  async def pin(self, version: Version | None) -> None:
+    """Serves exactly `version`, once this returns and until the next call; None follows again.
+
+    Raises SamplerError when it cannot be loaded; what was served then still is.
+    """
 
 
 def check_contract(contract: SamplerContract, *, logits_dtype: str, vocab_size: int) -> None:

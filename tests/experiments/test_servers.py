@@ -1,0 +1,107 @@
+"""What each pool's server is started with; nothing is started here."""
+
+import dataclasses
+import importlib.util
+import pathlib
+import runpy
+
+import pytest
+
+from mimo import fleet
+from mimo.experiments import factories, servers, settings
+from mimo.models.config import ModelConfig
+from mimo.types import SamplingParams
+from mimo.weights.store import FileStore
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+_PARAMS = SamplingParams(1.0, 0.97, 8, 16, 32, (2,))
+
+
+def _config(name: str):
+  return runpy.run_path(str(_ROOT / 'configs' / name))['get_config']()
+
+
+@pytest.fixture
+def installed(monkeypatch):
+  """Whether vLLM is here or not, it seems to be."""
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: object())
+
+
+def _servers(tmp_path, pools, tiny_policy):
+  model = factories.make_policy(tiny_policy, 'repair').model
+  assert isinstance(model, ModelConfig)
+  return servers.Servers(
+    FileStore(tmp_path / 'store'),
+    model,
+    _PARAMS,
+    max_tokens=96,
+    directory=tmp_path / 'servers',
+    pools=pools,
+  )
+
+
+def test_what_is_missing_is_named(monkeypatch) -> None:
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(ValueError, match=r"pools\.cpu_bf16\.server is 'vllm', which needs vllm and"):
+    factories.make_pools(_config('mixed_vllm.py'))
+
+
+@pytest.mark.parametrize(
+  ('key', 'value', 'words'),
+  [
+    ('format', 'fp8_block', "format is 'fp8_block'; expected one of bf16, fp8_channel, nvfp4_w4a4"),
+    ('kv_cache_dtype', 'fp8', "kv_cache_dtype is 'fp8'; expected 'bf16'"),
+    ('server', 'vlm', "server is 'vlm'; expected one of native, vllm; did you mean 'vllm'"),
+    ('accelerator', '0xH100', "accelerator is '0xH100'; expected at least one GPU"),
+  ],
+)
+def test_what_no_server_here_can_be_is_refused(installed, key, value, words) -> None:
+  config = _config('mixed_vllm.py')
+  config.pools.cpu_fp8[key] = value
+  with pytest.raises(ValueError, match=f'pools.cpu_fp8.{words}'):
+    settings.check(config)
+    factories.make_pools(config)
+
+
+def test_a_server_on_cores(installed, tmp_path, tiny_policy, monkeypatch) -> None:
+  monkeypatch.setattr(servers.os, 'cpu_count', lambda: 8)
+  pools = factories.make_pools(_config('mixed_vllm.py'))
+  assert {pool.usd_per_gpu_hour for pool in pools} == {0.0}
+  made = _servers(tmp_path, pools, tiny_policy)
+  by_format = {pool.format: made._settings(pool, tmp_path / 'view', 8000) for pool in pools}
+  bf16, nvfp4 = by_format['bf16'], by_format['nvfp4_w4a4']
+  assert (bf16.device, bf16.dtype, bf16.cpu_threads, bf16.patches) == ('cpu', 'float32', 2, ())
+  assert (bf16.max_tokens, bf16.max_candidates, bf16.max_sessions) == (96, 16, 8)
+  assert nvfp4.patches == ('nvfp4_emulation',)
+  assert not made._visible(pools[0])
+  contract = made.sampler(pools[0]).contract
+  assert (contract.source, contract.max_tokens) == (pools[0].source, 96)
+  assert (contract.logprob_mode, contract.logits_dtype) == ('processed', 'float32')
+
+
+def test_servers_on_gpus_share_none(installed, tmp_path, tiny_policy, monkeypatch) -> None:
+  config = _config('mixed_vllm_gpu.py')
+  config.pools.h100_fp8.accelerator = '2xH100'
+  pools = factories.make_pools(config)
+  assert [(pool.accelerator, pool.gpus_per_replica) for pool in pools] == [
+    ('H100', 1),
+    ('H100', 2),
+    ('H100', 1),
+  ]
+  assert pools[1].replica_usd_per_hour == 2 * fleet.list_price('H100')
+  made = _servers(tmp_path, pools, tiny_policy)
+  monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+  visible = [made._visible(pool)['CUDA_VISIBLE_DEVICES'] for pool in pools]
+  assert visible == ['0', '1,2', '3']
+  monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,5,7')
+  assert made._visible(pools[1])['CUDA_VISIBLE_DEVICES'] == '5,7'
+  with pytest.raises(ValueError, match='h100_nvfp4: 3 GPUs are visible; expected at least 4'):
+    made._visible(pools[2])
+  stated = made._settings(pools[1], tmp_path / 'view', 8000)
+  assert (stated.device, stated.dtype, stated.kv_cache_dtype) == ('gpu', 'bfloat16', 'fp8')
+  assert stated.sampling_mask
+  assert stated.extra == ('--tensor-parallel-size', '2')
+  whole = dataclasses.replace(_PARAMS, top_k=0)
+  made._sampling = whole
+  assert not made._settings(pools[1], tmp_path / 'view', 8000).sampling_mask
