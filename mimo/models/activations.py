@@ -17,6 +17,7 @@ E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 NVFP4_BLOCK = 16
 FP8_BLOCK = 128
+_MIN_FP8_SCALE = 1.0 / (E4M3_MAX * 512.0)
 KINDS = ('fp8_block', 'fp8_token', 'nvfp4')
 
 
@@ -51,7 +52,9 @@ def check_activation_quant(quant: ActivationQuant) -> None:
 def fp8_token(x: jax.Array) -> jax.Array:
   """Rounds each row to e4m3 with a scale of its own.
 
-  scale = amax / 448;  y = e4m3(x / scale) * scale
+  scale = max(amax / 448, 1 / (448 * 512));  y = e4m3(x * (1 / scale)) * scale
+
+  The floor and the reciprocal are vLLM's.
 
   Args:
     x: [..., D] float.
@@ -60,14 +63,16 @@ def fp8_token(x: jax.Array) -> jax.Array:
     [..., D], the dtype of `x`.
   """
   wide = x.astype(jnp.float32)
-  amax = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-  # A row of zeros has no scale of its own: any finite one returns zeros.
-  scale = jnp.where(amax > 0, amax / E4M3_MAX, 1.0)
-  return (_e4m3(wide / scale) * scale).astype(x.dtype)
+  scale = _fp8_scale(wide)
+  return (_e4m3(wide * jnp.reciprocal(scale)) * scale).astype(x.dtype)
 
 
 def fp8_block(x: jax.Array) -> jax.Array:
-  """Rounds each run of 128 features to e4m3 with a scale of its own, as `fp8_token` does a row.
+  """Rounds each run of 128 features to e4m3 with a scale of its own.
+
+  scale = max(amax / 448, 1 / (448 * 512));  y = e4m3(x / scale) * scale
+
+  The floor and the division are vLLM's.
 
   Args:
     x: [..., D] float; where D is no multiple of 128, the last run is shorter.
@@ -77,16 +82,19 @@ def fp8_block(x: jax.Array) -> jax.Array:
   """
   features = x.shape[-1]
   padding = [(0, 0)] * (x.ndim - 1) + [(0, -features % FP8_BLOCK)]
-  blocks = jnp.pad(x, padding).reshape(*x.shape[:-1], -1, FP8_BLOCK)
-  return fp8_token(blocks).reshape(*x.shape[:-1], -1)[..., :features]
+  wide = jnp.pad(x.astype(jnp.float32), padding).reshape(*x.shape[:-1], -1, FP8_BLOCK)
+  scale = _fp8_scale(wide)
+  rounded = _e4m3(wide / scale) * scale
+  return rounded.reshape(*x.shape[:-1], -1)[..., :features].astype(x.dtype)
 
 
 def nvfp4(x: jax.Array, global_scale: jax.Array) -> jax.Array:
   """Rounds blocks of 16 to e2m1 with e4m3 scales, under a calibrated global scale.
 
-  s = e4m3(global * amax_block / 6);  y = e2m1(x * global / s) * s / global
+  s = e4m3(global * (amax_block * (1 / 6)));  y = e2m1(x * (1 / (s * (1 / global)))) * (s / global)
 
-  Source: the NVFP4 layout of compressed-tensors, where `global` is a divisor, 448 * 6 / amax.
+  Source: the NVFP4 layout of compressed-tensors, where `global` is a divisor, 448 * 6 / amax. The
+  order of operations is that of vLLM's kernels, since a last bit can move a value across a tie.
 
   Args:
     x: [..., D] float, D a multiple of 16.
@@ -102,9 +110,10 @@ def nvfp4(x: jax.Array, global_scale: jax.Array) -> jax.Array:
   chex.assert_shape(global_scale, ())
   blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, NVFP4_BLOCK)
   amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
-  scale = _e4m3(global_scale * amax / E2M1_MAX) / global_scale
-  quotient = jnp.where(scale > 0, blocks / jnp.where(scale > 0, scale, 1.0), 0.0)
-  return (_e2m1(quotient) * scale).reshape(x.shape).astype(x.dtype)
+  scale = _e4m3(global_scale * (amax * jnp.float32(1.0 / E2M1_MAX)))
+  inverse = jnp.reciprocal(jnp.where(scale > 0, scale * jnp.reciprocal(global_scale), 1.0))
+  quotient = jnp.where(scale > 0, blocks * inverse, 0.0)
+  return (_e2m1(quotient) * (scale / global_scale)).reshape(x.shape).astype(x.dtype)
 
 
 def fp8_static(x: jax.Array) -> jax.Array:
@@ -116,6 +125,15 @@ def bf16(x: jax.Array) -> jax.Array:
   """Rounds to bf16, as a bf16 key-value cache does. The dtype is kept."""
   # Unlike a cast there and back, this is never simplified away.
   return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+
+
+def _fp8_scale(x: jax.Array) -> jax.Array:
+  """[..., D] float32 -> [..., 1]."""
+  amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+  # XLA multiplies by the inverse of a constant divisor, which is off by a last bit half the time,
+  # so this one must not look like a constant.
+  largest = E4M3_MAX + 0.0 * amax
+  return jnp.maximum(amax / largest, _MIN_FP8_SCALE)
 
 
 def _e4m3(x: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import logging
 import pathlib
 from collections.abc import Callable
@@ -24,7 +25,8 @@ from mimo.samplers.engine import Engine, EngineSettings, EngineStats, Finished
 from mimo.samplers.following import Follower, ViewFeed
 from mimo.samplers.turns import TurnRequest
 from mimo.types import SamplingParams, Source, TurnSample, Version
-from mimo.weights.views import View, read_view
+from mimo.weights.views import View
+from mimo.weights.views import read_view as read_view_directory
 
 # Rounds of the event loop in which the owners of turns that ended may come back with the next:
 # a batch that waits for them is fuller, and the rounds cost microseconds.
@@ -67,7 +69,7 @@ class NativeSampler:
     emulate_activations: bool = False,
     executor: Executor | None = None,
     poll_secs: float = 0.05,
-    read_view: Callable[[pathlib.Path], View] = read_view,
+    read_view: Callable[[pathlib.Path], View] | None = None,
   ) -> None:
     """Opens nothing yet; `start` does.
 
@@ -76,10 +78,11 @@ class NativeSampler:
       source: the pool; its format is the only one served, and its cache dtype is the settings'.
       config: the model that every version must hold.
       settings: the engine's shape.
-      emulate_activations: rounds inputs of projections as the view's format states.
+      emulate_activations: rounds inputs of projections as the view's format states, and leaves
+        quantised weights unrounded: computes as a server of that format does.
       executor: of one thread; None runs everything inline, on the event loop.
       poll_secs: how often the feed is asked while `start` waits for a first version.
-      read_view: reads a view directory.
+      read_view: reads a view directory; None takes mimo's own reader.
 
     Raises:
       ValueError: the cache dtypes of `source` and `settings` differ.
@@ -100,7 +103,7 @@ class NativeSampler:
     )
     self._follower = Follower(
       feed,
-      read_view,
+      read_view or functools.partial(read_view_directory, exact=emulate_activations),
       pool=source.pool,
       config=config,
       format=source.format,

@@ -12,6 +12,7 @@ first. Formats and conventions: `mimo.weights.formats`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -79,8 +80,14 @@ def encode(
   return encoded
 
 
-def decode(name: str, parts: Mapping[str, np.ndarray]) -> np.ndarray:
-  """Returns the weight [out, in] bfloat16 that `parts` (suffix -> array) holds.
+def decode(name: str, parts: Mapping[str, np.ndarray], dtype: Any = BF16) -> np.ndarray:
+  """Returns the weight [out, in] that `parts` (suffix -> array) holds.
+
+  Args:
+    name: the format.
+    parts: see above.
+    dtype: BF16, as libraries decode checkpoints, or float32, which leaves the product of value and
+      scales as it is; bf16 weights are bfloat16 always.
 
   Raises ValueError where a part's dtype or shape is not the format's.
   """
@@ -89,10 +96,10 @@ def decode(name: str, parts: Mapping[str, np.ndarray]) -> np.ndarray:
     _expect(parts, 'weight', BF16)
     return parts['weight']
   if name == 'fp8_channel':
-    return decode_fp8_channel(parts)
+    return decode_fp8_channel(parts, dtype)
   if name == 'fp8_block':
-    return decode_fp8_block(parts)
-  return decode_nvfp4(parts)
+    return decode_fp8_block(parts, dtype)
+  return decode_nvfp4(parts, dtype)
 
 
 def encode_fp8_channel(weight: np.ndarray) -> dict[str, np.ndarray]:
@@ -102,11 +109,11 @@ def encode_fp8_channel(weight: np.ndarray) -> dict[str, np.ndarray]:
   return {'weight': _to_e4m3(values / scale), 'weight_scale': scale}
 
 
-def decode_fp8_channel(parts: Mapping[str, np.ndarray]) -> np.ndarray:
-  """Inverse of `encode_fp8_channel`, to bfloat16."""
+def decode_fp8_channel(parts: Mapping[str, np.ndarray], dtype: Any = BF16) -> np.ndarray:
+  """Inverse of `encode_fp8_channel`, see `decode`."""
   weight = _expect(parts, 'weight', E4M3)
   scale = _expect(parts, 'weight_scale', None, (weight.shape[0], 1))
-  return (_from_e4m3(weight) * scale.astype(np.float32)).astype(BF16)
+  return (_from_e4m3(weight) * scale.astype(np.float32)).astype(dtype)
 
 
 def encode_fp8_block(weight: np.ndarray, *, fused: bool = False) -> dict[str, np.ndarray]:
@@ -127,15 +134,15 @@ def encode_fp8_block(weight: np.ndarray, *, fused: bool = False) -> dict[str, np
   return {'weight': _to_e4m3(scaled[:rows, :columns]), 'weight_scale_inv': scale}
 
 
-def decode_fp8_block(parts: Mapping[str, np.ndarray]) -> np.ndarray:
-  """Inverse of `encode_fp8_block`, to bfloat16."""
+def decode_fp8_block(parts: Mapping[str, np.ndarray], dtype: Any = BF16) -> np.ndarray:
+  """Inverse of `encode_fp8_block`, see `decode`."""
   weight = _expect(parts, 'weight', E4M3)
   rows, columns = weight.shape
   grid = (-(-rows // formats.BLOCK), -(-columns // formats.BLOCK))
   scale = _expect(parts, 'weight_scale_inv', None, grid).astype(np.float32)
   blocks = _blocks(_from_e4m3(weight)) * scale[:, None, :, None]
   full = blocks.reshape(blocks.shape[0] * formats.BLOCK, -1)
-  return full[:rows, :columns].astype(BF16)
+  return full[:rows, :columns].astype(dtype)
 
 
 def global_scale(amax: float) -> np.float32:
@@ -170,8 +177,8 @@ def encode_nvfp4(
   return [_encode_nvfp4(value, shared, block_scale) for value in values]
 
 
-def decode_nvfp4(parts: Mapping[str, np.ndarray]) -> np.ndarray:
-  """Inverse of `encode_nvfp4`, to bfloat16."""
+def decode_nvfp4(parts: Mapping[str, np.ndarray], dtype: Any = BF16) -> np.ndarray:
+  """Inverse of `encode_nvfp4`, see `decode`."""
   packed = _expect(parts, 'weight_packed', np.dtype(np.uint8))
   rows, columns = packed.shape[0], packed.shape[1] * 2
   stored = _expect(parts, 'weight_scale', E4M3, (rows, columns // formats.GROUP))
@@ -180,7 +187,7 @@ def decode_nvfp4(parts: Mapping[str, np.ndarray]) -> np.ndarray:
     raise ValueError(f'weight_global_scale is {shared[0]}; expected a positive finite number')
   scale = _from_e4m3(stored) / shared
   values = _unpack(packed).reshape(rows, -1, formats.GROUP) * scale[:, :, None]
-  return values.reshape(rows, columns).astype(BF16)
+  return values.reshape(rows, columns).astype(dtype)
 
 
 def _encode_nvfp4(values: np.ndarray, shared: np.float32, rule: str) -> dict[str, np.ndarray]:

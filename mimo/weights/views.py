@@ -2,8 +2,9 @@
 
 A view is encoded from a BF16 snapshot, never from another view. It holds config.json with its
 quantization_config, safetensors shards, tokenizer files, and a note of ours that servers ignore.
-Reading one back gives what a server computes with: each tensor decoded as the compressed-tensors
-library does, rounded to bfloat16.
+Reading one back decodes each tensor as the compressed-tensors library does, rounded to bfloat16;
+or, where asked for, as a server's kernels compute with it: they multiply quantised values and apply
+the scales to the product, so nothing is rounded to bfloat16 between.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class View:
 
   Attributes:
     config: the model's.
-    params: float32, every value one that bfloat16 holds.
+    params: float32; every value one that bfloat16 holds, unless the view was read as exact.
     format: its name.
     activation_quant: how the format has a server round the inputs of projections; None where it
       leaves them.
@@ -167,8 +168,13 @@ def encode_tensors(
     raise ValueError(f'tensor {next(iter(expected))} is missing ({len(expected)} such)')
 
 
-def read_view(directory: str | os.PathLike[str]) -> View:
+def read_view(directory: str | os.PathLike[str], *, exact: bool = False) -> View:
   """Reads a view, ours or another writer's in one of the five layouts.
+
+  Args:
+    directory: the view.
+    exact: leaves quantised weights as value times scales in float32, as the kernels of servers
+      do, instead of rounding them to bfloat16 as libraries that decode checkpoints do.
 
   Raises ValueError naming the file or tensor that is missing, corrupt, left over, or of the wrong
   dtype or shape for the model that config.json states.
@@ -182,7 +188,7 @@ def read_view(directory: str | os.PathLike[str]) -> View:
     raise ValueError(f'{path / huggingface.CONFIG}: {error}') from None
   reader = huggingface.TensorReader(path)
   config, stored_as = huggingface.resolve_tie(config, reader.names(), reader.read)
-  decoder = _Decoder(reader, config, format)
+  decoder = _Decoder(reader, config, format, np.float32 if exact else quantise.BF16)
   try:
     params = from_named_tensors(config, lambda name: decoder.read(stored_as(name)), np.float32)
     leftover = sorted(set(reader.names()) - decoder.used - {HEAD})
@@ -199,15 +205,18 @@ def read_view(directory: str | os.PathLike[str]) -> View:
 class _Decoder:
   """Decodes tensors by name, and remembers which stored tensors that took."""
 
-  def __init__(self, reader: huggingface.TensorReader, config: ModelConfig, format: str):
+  def __init__(
+    self, reader: huggingface.TensorReader, config: ModelConfig, format: str, dtype: Any
+  ):
     self._reader = reader
+    self._dtype = dtype
     self._format = formats.get_format(format)
     self._quantisable = {name for name, row, _ in hf_params(config) if row.quantisable}
     self.used: set[str] = set()
     self.input_scales: dict[str, np.float32] = {}
 
   def read(self, name: str) -> np.ndarray:
-    """Returns the tensor in bfloat16. KeyError where it is missing."""
+    """Returns the tensor. KeyError where it is missing."""
     if name not in self._quantisable or not self._format.quantised:
       return self._read_plain(name)
     module = name.removesuffix('.weight')
@@ -220,7 +229,7 @@ class _Decoder:
     try:
       if 'input_global_scale' in parts:
         self.input_scales[name] = _input_scale(parts['input_global_scale'])
-      return quantise.decode(self._format.name, parts)
+      return quantise.decode(self._format.name, parts, self._dtype)
     except ValueError as error:
       raise ValueError(f'{module}: {error}') from None
 

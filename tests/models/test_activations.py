@@ -55,22 +55,33 @@ def test_fp8_token_by_hand():
 
 def test_fp8_token_rows_have_scales_of_their_own():
   x = jax.random.normal(jax.random.key(0), (2, 3, 32))
-  scaled = activations.fp8_token(x * jnp.array([1.0, 1e-4, 1e4])[:, None])
-  expected = np.empty(x.shape)
+  x = np.array(x * jnp.array([1.0, 1e-2, 1e4])[:, None])
+  expected = np.empty(x.shape, np.float32)
   for index in np.ndindex(2, 3):
-    row = np.asarray(x[index], np.float64) * [1.0, 1e-4, 1e4][index[1]]
-    scale = np.abs(row).max() / 448
-    codes = (row / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
-    expected[index] = codes.astype(np.float64) * scale
-  np.testing.assert_allclose(scaled, expected, rtol=1e-6)
+    # The operations of vLLM's kernels in float32, where a last bit may move a value across a tie.
+    scale = np.abs(x[index]).max() / np.float32(448)
+    codes = (x[index] * (np.float32(1) / scale)).astype(ml_dtypes.float8_e4m3fn)
+    expected[index] = codes.astype(np.float32) * scale
+  np.testing.assert_array_equal(activations.fp8_token(x), expected)
+  np.testing.assert_array_equal(jax.jit(activations.fp8_token)(x), expected)
   one = jax.vmap(activations.fp8_token)(x)
   np.testing.assert_array_equal(one, activations.fp8_token(x))
 
 
-def test_fp8_block_is_fp8_token_of_each_run_of_128():
+def test_fp8_token_scale_has_the_floor_of_servers():
+  # The scale of this row would be 1e-6 / 448: with the floor of 1 / (448 * 512), it is one code.
+  step = 2.0**-9 / (448 * 512)  # the smallest e4m3 number times the scale
+  got = activations.fp8_token(jnp.array([[1e-8, 0.0, 4e-9]]))
+  np.testing.assert_allclose(got, [[step, 0.0, 0.0]], rtol=1e-6)
+
+
+def test_fp8_block_is_about_fp8_token_of_each_run_of_128():
   x = jax.random.normal(jax.random.key(2), (3, 300)) * jnp.repeat(jnp.array([1.0, 1e-3, 9.0]), 100)
   runs = [activations.fp8_token(x[:, i : i + 128]) for i in (0, 128, 256)]
-  np.testing.assert_array_equal(activations.fp8_block(x), jnp.concatenate(runs, axis=1))
+  got, expected = activations.fp8_block(x), jnp.concatenate(runs, axis=1)
+  # The one divides by the scale, the other multiplies by its inverse: a tie may fall elsewhere.
+  assert np.mean(got != expected) < 0.01
+  np.testing.assert_allclose(got, expected, rtol=0.13)
   assert (activations.fp8_block(x) != activations.fp8_token(x)).any()
 
 

@@ -332,7 +332,7 @@ def test_a_view_directory_is_served_as_its_format_states(
       return await sampler.sample('s', prompt(5), sampling(), KEY)
 
   sample = asyncio.run(scenario())
-  view = read_view(tmp_path / 'view')
+  view = read_view(tmp_path / 'view', exact=emulate)
   ids = np.concatenate([prompt(5), sample.tokens])
 
   def logps(quant):
