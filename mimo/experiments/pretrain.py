@@ -4,7 +4,12 @@ r"""Makes the base policy of `repair` again: supervised steps on scripted demons
 
 DIR is then a Hugging Face directory, and with `--hard_samples` it also holds hard.txt: the quarter
 of the held-out tasks that the policy solves least. Both are what mimo/tasks/repair/policy ships.
-The first stage teaches the task, the second the demonstrator's bad habits.
+The first stage teaches the task, the second the demonstrator's bad habits. It takes about 9 minutes
+of CPU time, the list included, and ends with (256 held-out tasks, 64 samples each, temperature 1)
+
+    pass@1 0.488 +- 0.018, pass@4 0.790 +- 0.017; on the hard quarter by these very samples 0.114
+
+Equal flags give equal bytes on one machine with one jax.
 """
 
 from __future__ import annotations
