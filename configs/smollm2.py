@@ -11,7 +11,7 @@ Expected:  the base solves 0.26 +- 0.04 of the 64 held-out problems at temperatu
            are too few to change that beyond its error. Sampler-trainer KL at the first update is
            near 1e-4 nats a token for bf16, 0.07 for fp8 and 0.3 for nvfp4 (of which an fp8 cache
            alone makes 0.01), and about 10% of tokens are masked.
-Takes:     7 minutes of CPU time in all, 10 GB of memory, 3 GB of disk in the work directory.
+Takes:     7 minutes of CPU time in all, 10 GB of memory, 4 GB of disk in the work directory.
 Arms:      configs/smollm2.py:sc_mis_topp draws from the nucleus of at most 64 tokens and replays it
 """
 
