@@ -296,11 +296,8 @@ async def run_for_evaluation(
 
 
 def evaluation_splits(task: Task) -> tuple[str, ...]:
-  """Returns the subsets of 'heldout' that a task names: 'hard' where it has one."""
-  try:
-    return ('hard',) if task.size('hard') else ()
-  except ValueError:
-    return ()
+  """Returns the subsets of 'heldout' that a task has."""
+  return tuple(split for split in task.splits if split not in ('train', 'heldout'))
 
 
 evaluate = functools.partial(evaluation.evaluate, run_for_evaluation)

@@ -56,6 +56,10 @@ class Task(Protocol):
   def name(self) -> str: ...
 
   @property
+  def splits(self) -> tuple[str, ...]:
+    """The names of its splits."""
+
+  @property
   def stop_ids(self) -> tuple[int, ...]:
     """Ids that end a turn."""
 

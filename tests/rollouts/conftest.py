@@ -85,6 +85,7 @@ class TinyEpisode:
 
 class TinyTask:
   name = 'tiny'
+  splits = ('train',)
   stop_ids = (STOP,)
   max_turn_tokens = 8
 

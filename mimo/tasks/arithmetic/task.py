@@ -47,6 +47,7 @@ class ArithmeticTask:
   """Word problems for a chat model. Its splits are 'train' and 'heldout'."""
 
   name = 'arithmetic'
+  splits = ('train', 'heldout')
   max_turn_tokens = MAX_TURN_TOKENS
   max_tokens = MAX_TOKENS
 

@@ -30,6 +30,7 @@ class RepairTask:
   """Program repair in miniature; see `environment` for what the agent may do."""
 
   name = 'repair'
+  splits = ('train', 'heldout', 'hard')
   stop_ids = (vocabulary.STOP_ID,)
   max_turn_tokens = environment.MAX_TURN_TOKENS
   max_tokens = environment.MAX_TOKENS
