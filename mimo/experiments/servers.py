@@ -19,8 +19,9 @@ from mimo.samplers.vllm.launch import (
   server_environment,
 )
 from mimo.samplers.vllm.process import ServerProcess, free_port
-from mimo.samplers.vllm.replica import Replica, ReplicaLimits
+from mimo.samplers.vllm.replica import Replica
 from mimo.samplers.vllm.sampler import RetryLimits, VllmSampler, check_status
+from mimo.samplers.vllm.watch import ReplicaLimits
 from mimo.trainer.update import LOGITS_DTYPE
 from mimo.types import SamplingParams
 from mimo.weights.publication import ViewFollower

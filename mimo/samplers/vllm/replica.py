@@ -25,6 +25,7 @@ from mimo.samplers.vllm.client import TurnError, VllmClient
 from mimo.samplers.vllm.held import Feed, HeldViews
 from mimo.samplers.vllm.messages import Activation, Outcome, Status
 from mimo.samplers.vllm.process import Server
+from mimo.samplers.vllm.watch import Down, ReplicaLimits, Watch
 from mimo.types import Version
 
 _START_POLL_SECS = 0.2
@@ -38,25 +39,6 @@ _log = logging.getLogger(__name__)
 
 # Starts a server on a view directory whose weights nobody is served.
 Launch = Callable[[pathlib.Path], Awaitable[Server]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ReplicaLimits:
-  """When a server counts as hung, in seconds.
-
-  Attributes:
-    start_secs: from its start until it answers.
-    unanswered_secs: without an answer about its state.
-    stall_secs: without a step of its engine while turns are in flight.
-    poll_secs: how often the pointer is read.
-    status_secs: how often its state is asked for.
-  """
-
-  start_secs: float = 1800.0
-  unanswered_secs: float = 60.0
-  stall_secs: float = 120.0
-  poll_secs: float = 0.1
-  status_secs: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,10 +66,6 @@ class ReplicaReport:
   activations: int
   failures: Mapping[str, int]
   last_failure: str | None
-
-
-class _Down(Exception):
-  """The server must be started again."""
 
 
 class Replica:
@@ -142,6 +120,7 @@ class Replica:
     self._task: asyncio.Task[None] | None = None
     self._wake = asyncio.Event()
     self._changed = asyncio.Event()
+    self._doubted = False  # a turn failed, and the server has not answered since
     self._closed = False
 
   @property
@@ -183,7 +162,7 @@ class Replica:
       async with asyncio.timeout(secs):
         while True:
           self._check_open()
-          if self._client is not None and self._served is not None:
+          if self._client is not None and self._served is not None and not self._doubted:
             if self._target() in (self._served, None):
               return self._client, self._served.number
             self._wake.set()
@@ -193,6 +172,12 @@ class Replica:
         f'pool {self._name}: no server served the newest version within {secs} s; last failure: '
         f'{self._last_failure}'
       ) from None
+
+  def doubt(self, client: VllmClient) -> None:
+    """Says that a server failed a turn: it gets no other before it has answered for itself."""
+    if client is self._client:
+      self._doubted = True
+      self._wake.set()
 
   async def pin(self, version: Version | None) -> None:
     """Serves exactly `version` once this returns; None follows the pointer again.
@@ -248,7 +233,7 @@ class Replica:
       before = self._activations
       try:
         await self._live()
-      except _Down as down:
+      except Down as down:
         self._fail('down' if self._activations > before else 'launch', str(down))
       except Exception as error:  # a bug, or a resource that is short: others train on meanwhile
         _log.exception('pool %s', self._name)
@@ -257,7 +242,7 @@ class Replica:
       await asyncio.sleep(min(2.0**failed, _MAX_WAIT_SECS) - 1)
 
   async def _live(self) -> None:
-    """Starts a server and feeds it. Raises _Down when it must be started again."""
+    """Starts a server and feeds it. Raises Down when it must be started again."""
     while (first := self._target()) is None:
       await asyncio.sleep(self._limits.poll_secs)
     try:
@@ -267,7 +252,7 @@ class Replica:
       self._model = self._model or first
       server = await self._launch(model.directory)
     except (ValueError, OSError) as error:
-      raise _Down(f'no server could be started: {error}') from error
+      raise Down(f'no server could be started: {error}') from error
     self._starts += 1
     client = self._new_client(server.url)
     gone = asyncio.ensure_future(server.wait())
@@ -275,11 +260,11 @@ class Replica:
     try:
       await asyncio.wait({gone, fed}, return_when=asyncio.FIRST_COMPLETED)
       if gone.done():
-        raise _Down(f'the server exited with status {gone.result()}; it wrote:\n{server.tail()}')
+        raise Down(f'the server exited with status {gone.result()}; it wrote:\n{server.tail()}')
       try:
         fed.result()
       except TurnError as error:
-        raise _Down(f'{error}; the server wrote:\n{server.tail()}') from error
+        raise Down(f'{error}; the server wrote:\n{server.tail()}') from error
     finally:
       self._client = self._served = self._status = None
       self._notify()
@@ -290,33 +275,21 @@ class Replica:
       await gone
 
   async def _feed_server(self, client: VllmClient) -> None:
-    """Activates versions as they come, and watches. Raises TurnError or _Down when that ends."""
-    now = asyncio.get_running_loop().time
+    """Activates versions as they come, and watches. Raises TurnError or Down when that ends."""
     await self._until_up(client)
-    self._client = client
-    asked_at = stepped_at = now()
-    silent = _Silence(self._limits.unanswered_secs)
+    self._client, self._doubted = client, False
+    watch = Watch(client, self._limits)
     while True:
       self._wake.clear()
       await self._follow(client)
-      if now() - asked_at >= self._limits.status_secs or self._status is None:
-        asked_at = now()
-        try:
-          status = await client.status()
-        except TurnError as error:
-          silent.grows(error, now())
-        else:
-          silent.ends()
-          if not client.in_flight or self._status is None or status.steps != self._status.steps:
-            stepped_at = now()
-            client.moved()
-          self._status = status
+      if watch.due or self._doubted:
+        status = await watch.ask()
+        if status is not None:
           self._expect(status)
-          if now() - stepped_at > self._limits.stall_secs:
-            raise _Down(
-              f'{client.in_flight} turns are in flight and the engine has taken no step for '
-              f'{now() - stepped_at:.0f} s'
-            )
+          self._status = status
+          if self._doubted:
+            self._doubted = False
+            self._notify()
       with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(self._limits.poll_secs):
           await self._wake.wait()
@@ -329,19 +302,19 @@ class Replica:
             self._check(await client.status())
             return
           except ValueError as error:
-            raise _Down(f'the server cannot be used: {error}') from None
+            raise Down(f'the server cannot be used: {error}') from None
           except TurnError as error:
             if error.kind not in (http.CONNECTION, http.SILENCE, Outcome.NOT_READY):
               raise
           await asyncio.sleep(_START_POLL_SECS)
     except TimeoutError:
-      raise _Down(f'the server did not answer within {self._limits.start_secs} s') from None
+      raise Down(f'the server did not answer within {self._limits.start_secs} s') from None
 
   def _expect(self, status: Status) -> None:
     if status.broken is not None:
-      raise _Down(f'it lost its weights: {status.broken}')
+      raise Down(f'it lost its weights: {status.broken}')
     if status.version != self._served:
-      raise _Down(f'it serves {status.version}; expected {self._served}')
+      raise Down(f'it serves {status.version}; expected {self._served}')
 
   def _target(self) -> Version | None:
     """Returns the newest version that is not known to fail, or the last that did not, or None."""
@@ -380,7 +353,7 @@ class Replica:
       await client.activate(activation)
     except TurnError as error:
       if error.kind not in _REFUSED:
-        raise _Down(f'version {target.number}: {error}') from error
+        raise Down(f'version {target.number}: {error}') from error
       self._refuse(target, str(error))
     else:
       self._served = self._good = target
@@ -396,23 +369,3 @@ class Replica:
     again_at = asyncio.get_running_loop().time() + wait_secs
     self._refused[version] = times, again_at
     self._fail('activate', f'version {version.number} cannot be served: {reason}')
-
-
-class _Silence:
-  """How long a server has not answered: several times in a row, or this process may be at fault."""
-
-  def __init__(self, bound_secs: float) -> None:
-    self._bound_secs = bound_secs
-    self._since: float | None = None
-    self._times = 0
-
-  def ends(self) -> None:
-    self._since, self._times = None, 0
-
-  def grows(self, error: TurnError, now: float) -> None:
-    """Raises _Down when it has lasted too long."""
-    self._since = self._since or now
-    self._times += 1
-    secs = now - self._since
-    if error.kind == Outcome.ENGINE_DEAD or (self._times > 2 and secs > self._bound_secs):
-      raise _Down(f'its state has been unknown for {secs:.0f} s: {error}') from None

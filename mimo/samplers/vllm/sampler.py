@@ -40,6 +40,8 @@ class Host(Protocol):
 
   async def serving(self, secs: float) -> tuple[VllmClient, int]: ...
 
+  def doubt(self, client: VllmClient) -> None: ...
+
   async def pin(self, version: Version | None) -> None: ...
 
   async def close(self) -> None: ...
@@ -210,6 +212,7 @@ class VllmSampler:
           if not error.passing or failed >= self._retry.retries:
             raise SamplerError(f'{self._name}: {"; ".join(told)}') from None
           failed += 1
+          self._host.doubt(client)
       await asyncio.sleep(self._retry.backoff_secs * 2 ** max(failed - 1, waited - 1))
 
 

@@ -14,7 +14,8 @@ from mimo.samplers.base import SamplerError
 from mimo.samplers.vllm import scripted, wire
 from mimo.samplers.vllm.client import ClientLimits, TurnError, VllmClient
 from mimo.samplers.vllm.messages import Failure, Outcome
-from mimo.samplers.vllm.replica import Replica, ReplicaLimits
+from mimo.samplers.vllm.replica import Replica
+from mimo.samplers.vllm.watch import ReplicaLimits
 from mimo.types import SamplingParams, Version
 from mimo.weights.store import Blob
 
@@ -215,6 +216,23 @@ def test_a_server_that_dies_is_replaced_and_serves_the_newest_again(tmp_path) ->
   assert (report.starts, report.failures['down']) == (2, 1)
   # Every server starts with the same view: what the others must look like.
   assert models == ['{"number": 1}'] * 2
+
+
+def test_a_server_that_failed_a_turn_must_answer_before_it_gets_another(tmp_path) -> None:
+  async def use(replica, feed, fleet):
+    await replica.start()
+    client, _ = await replica.serving(1.0)
+    fleet.servers[0].answering = False
+    replica.doubt(client)
+    with pytest.raises(SamplerError, match='no server served'):
+      await replica.serving(0.2)
+    fleet.servers[0].answering = True
+    assert await replica.serving(1.0) == (client, 1)
+    # What the client of an earlier server says is not about this one.
+    replica.doubt(VllmClient(client._url, limits=_CLIENT, max_connections=1))
+    return await replica.serving(0.0) == (client, 1)
+
+  assert _run(tmp_path, use, unanswered_secs=30.0)
 
 
 def test_a_new_server_goes_back_to_the_last_good_version(tmp_path) -> None:

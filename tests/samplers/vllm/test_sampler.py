@@ -57,6 +57,9 @@ class _Host:
     assert self.version is not None
     return self._client, self.version.number
 
+  def doubt(self, client: VllmClient) -> None:
+    assert client is self._client
+
   async def pin(self, version: Version | None) -> None:
     self.pinned = version
 
