@@ -10,6 +10,7 @@ process's own, installation left out; a run that an earlier call began shows a d
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 import resource
 import subprocess
@@ -30,9 +31,17 @@ def evaluations(workdir: pathlib.Path) -> list[dict[str, Any]]:
   return [record for record in records if 'eval/heldout/pass@1' in record]
 
 
+def complete(workdir: pathlib.Path) -> bool:
+  """Returns whether a run reached its last update and evaluated it."""
+  if not (workdir / 'config.json').exists():
+    return False
+  updates = json.loads((workdir / 'config.json').read_text(encoding='utf-8'))['updates']
+  return any(record['step'] == updates for record in evaluations(workdir))
+
+
 def run(config: str, seed: int, workdir: pathlib.Path) -> float | None:
   """Trains one seed. Returns its wall time in seconds, or None where it was already complete."""
-  if (workdir / 'report.html').exists():
+  if complete(workdir):
     return None
   begin = time.perf_counter()
   command = [sys.executable, '-m', 'mimo.experiments.train', f'--config={config}']

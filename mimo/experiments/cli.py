@@ -7,6 +7,7 @@ it (in a notebook, in a test) defines nothing.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pathlib
 import re
 import sys
@@ -33,8 +34,11 @@ def mistakes() -> Iterator[None]:
   """
   try:
     yield
-  except (ValueError, OSError) as error:
+  except ValueError as error:
     raise Mistake(' '.join(str(error).split())) from error
+  except OSError as error:
+    named = f'{error.filename}: {error.strerror}' if error.filename else str(error)
+    raise Mistake(f'{named}; expected a path that can be read, and written to') from error
 
 
 def define_config(default: str | None) -> None:
@@ -53,18 +57,20 @@ def config_value() -> config_dict.ConfigDict:
 def _parse(argv: list[str]) -> list[str]:
   """Parses flags; any mistake becomes one line and exit code 2."""
   try:
-    for argument in argv[1:]:
-      if argument.startswith('--config='):
-        path = argument.removeprefix('--config=').split(':')[0]
+    for argument, following in itertools.zip_longest(argv[1:], argv[2:], fillvalue=''):
+      if argument.startswith('--config=') or argument == '--config':
+        path = (argument.removeprefix('--config=') if '=' in argument else following).split(':')[0]
         if not pathlib.Path(path).is_file():
           raise Mistake(f'--config: no file {path!r}; expected one such as configs/mixed.py')
     return flags.FLAGS(argv)
   except flags.Error as error:
     message = str(error)
-  except (AttributeError, KeyError, TypeError, ValueError, Mistake) as error:
+  except SyntaxError as error:
+    message = f'--config: {error.filename}, line {error.lineno}: {error.msg}'
+  except (ImportError, AttributeError, KeyError, TypeError, ValueError, Mistake) as error:
     message = str(error.args[0] if error.args else error)
   # ml_collections puts the key and its suggestion on two lines.
-  message = re.sub(r"^'?\\?'(\w+)\\?'(\\n|\n)", r'--config has no key \1. ', message)
+  message = re.sub(r"^'?\\?'(\w+)\\?'(\\n|\n)(.*?)'?$", r'--config has no key \1. \3', message)
   _end(message, USAGE_ERROR)
 
 

@@ -57,6 +57,8 @@ def _plan(
   settings.check(config)
   if not checkpoint:
     raise ValueError('--checkpoint is missing; expected an Orbax or Hugging Face checkpoint')
+  if out and pathlib.Path(out).is_dir():
+    raise ValueError(f'--out: {out} is a directory; expected a file')
   if samples < 1:
     raise ValueError(f'--samples is {samples}; expected at least 1')
   if out and not pathlib.Path(out).absolute().parent.is_dir():

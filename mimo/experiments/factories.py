@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -16,6 +17,7 @@ from mimo import fleet, objectives
 from mimo.evaluation import evaluate as evaluation
 from mimo.experiments import servers, settings
 from mimo.models.config import ModelConfig
+from mimo.rollouts.asynchronous import AsyncLimits
 from mimo.rollouts.base import RolloutSettings
 from mimo.rollouts.session import EpisodeSpec, run_episode
 from mimo.samplers.base import PinnableSampler, Sampler
@@ -254,6 +256,24 @@ def make_evaluator(
     ),
     executor=executor,
   )
+
+
+def make_limits(config: config_dict.ConfigDict) -> AsyncLimits:
+  """Returns how far sampling may run ahead of training."""
+  return AsyncLimits(
+    in_flight_batches=config.rollouts.in_flight_batches,
+    buffered_batches=config.rollouts.buffered_batches,
+    max_staleness_updates=config.rollouts.max_staleness_updates,
+  )
+
+
+def check_extras(config: config_dict.ConfigDict) -> None:
+  """Raises ValueError naming the extra that the configuration needs and that is not installed."""
+  if config.wandb_project and importlib.util.find_spec('wandb') is None:
+    raise ValueError(
+      f'wandb_project is {config.wandb_project!r} and wandb is not installed; expected '
+      "pip install 'mimo[wandb]', or ''"
+    )
 
 
 def make_rollout_settings(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import hashlib
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import jax
 from ml_collections import config_dict
 
 from mimo import fleet
@@ -18,12 +19,12 @@ from mimo.experiments import factories, settings
 from mimo.experiments.learner import Learner
 from mimo.experiments.workdir import Workdir
 from mimo.rollouts.asynchronous import AsyncLimits, AsyncRollouts
-from mimo.rollouts.base import Batch, RolloutSource
+from mimo.rollouts.base import Batch, RolloutSettings, RolloutSource
 from mimo.rollouts.lockstep import LockstepRollouts
 from mimo.rollouts.versions import live_updates
 from mimo.samplers.base import PinnableSampler, check_contract
 from mimo.tasks.base import Task
-from mimo.telemetry import metrics, names, report
+from mimo.telemetry import metrics, names, report, writers
 from mimo.telemetry.ledger import Ledger
 from mimo.telemetry.progress import Progress, evaluation_line
 from mimo.telemetry.writers import JsonlWriter, MultiWriter, TensorBoardWriter, WandbWriter, Writer
@@ -51,6 +52,8 @@ class Plan:
   pools: tuple[fleet.Pool, ...]
   sampling: SamplingParams
   views: dict[str, ViewSpec]
+  limits: AsyncLimits
+  rollouts: RolloutSettings
   learner_of: Callable[[Any], Learner]
   abstract_state: Any
   init_state: Callable[[Any], Any]
@@ -64,12 +67,19 @@ def plan(config: config_dict.ConfigDict) -> Plan:
   for split in ('train', 'heldout'):
     if not task.size(split):
       raise ValueError(f'task {task.name}: split {split!r} holds no tasks; expected at least one')
+  factories.check_extras(config)
   arm = factories.make_arm(config)
+  sampling = factories.make_sampling(config, arm, task)
   pools = factories.make_pools(config)
   if config.trainer.row_tokens < task.max_tokens:
     raise ValueError(
       f'trainer.row_tokens is {config.trainer.row_tokens}; expected at least '
       f'{task.max_tokens}, the longest trajectory of {task.name}'
+    )
+  if config.trainer.row_trained_tokens < task.max_sampled_tokens:
+    raise ValueError(
+      f'trainer.row_trained_tokens is {config.trainer.row_trained_tokens}; expected at least '
+      f'{task.max_sampled_tokens}, the most that {task.name} lets a policy draw'
     )
   trainer = factories.make_trainer(config, policy.model, arm, len(pools))
 
@@ -88,8 +98,10 @@ def plan(config: config_dict.ConfigDict) -> Plan:
     task=task,
     policy=policy,
     pools=pools,
-    sampling=factories.make_sampling(config, arm, task),
+    sampling=sampling,
     views=factories.make_views(config, pools, policy, task),
+    limits=factories.make_limits(config),
+    rollouts=factories.make_rollout_settings(config, sampling, 0),
     learner_of=learner_of,
     abstract_state=trainer.abstract_state(),
     init_state=trainer.init_state,
@@ -107,7 +119,7 @@ class Run:
     self._lockstep = config.rollouts.schedule == 'lockstep'
     self._checkpoints = Checkpoints(workdir.path / 'checkpoints', _KEPT_CHECKPOINTS)
     step = self._checkpoints.latest()
-    self._meta: dict[str, Any] = {'rollouts': None, 'ledger': None, 'evaluated': None}
+    self._meta: dict[str, Any] = {'rollouts': None, 'ledger': None}
     if step is None:
       state = plan.init_state(plan.policy.params)
     else:
@@ -126,20 +138,21 @@ class Run:
     self._follower = ViewFollower(self.store, factories.EVALUATION_VIEW)
     self._update_of = live_updates(self._follower.versions(), workdir.starts)
     self._saved = self.start
-    self.evaluated: int | None = self._meta['evaluated']
     self.ledger = Ledger([pool.name for pool in plan.pools])
     if self._meta['ledger'] is not None:
       self.ledger.restore(self._meta['ledger'])
-    self.writer = self._make_writer(None if step is None else step)
+    self.writer = self._make_writer(step)
+    self.evaluated = evaluated_updates(workdir.path)
     self.progress = Progress(config.updates, done=self.start, stream=None)
-    # One worker for every native sampler and one for the update; lockstep uses no threads.
+    # One worker for every native sampler and one for the update; lockstep samples with no threads.
     self._sampling, self._updating = (
       None if self._lockstep else concurrent.futures.ThreadPoolExecutor(1, name)
       for name in ('sampler', 'update')
     )
     self.samplers: tuple[PinnableSampler, ...] = ()
-    self.rollouts: RolloutSource
-    self._evaluator: PinnableSampler
+    self.rollouts: RolloutSource | None = None
+    self._evaluator: PinnableSampler | None = None
+    self._booked_at = time.monotonic()
 
   async def open(self) -> None:
     """Publishes the weights, starts the samplers and makes the rollouts ready."""
@@ -164,6 +177,7 @@ class Run:
     )
     for sampler in (*self.samplers, self._evaluator):
       check_contract(sampler.contract, logits_dtype=LOGITS_DTYPE, vocab_size=model.vocab_size)
+    self._booked_at = time.monotonic()
     await asyncio.gather(*(sampler.start() for sampler in (*self.samplers, self._evaluator)))
     self.rollouts = self._make_rollouts()
 
@@ -187,14 +201,22 @@ class Run:
       kept |= {version.number for version in known if version.update >= oldest}
     self._publisher.retain(kept)
 
+  async def batch(self, update: int) -> Batch:
+    """Waits for the batch that `update` updates are followed by."""
+    assert self.rollouts is not None, 'the run is not open'
+    return await self.rollouts.batch(update)
+
   async def update(self, batch: Batch) -> dict[str, float]:
     """Learns from a batch. Returns the scalars of the update."""
     return await self.in_update_worker(lambda: self.learner.update(batch.groups))
 
-  async def evaluate(self, update: int) -> dict[str, float]:
+  async def evaluate(self, update: int) -> None:
     """Evaluates the published BF16 view of `update`, and says and writes what it found."""
     version = self._follower.find(update, self.workdir.starts)
-    assert version is not None, f'update {update} is not published'
+    if version is None:  # its publication failed, which was said then
+      self.progress.note(f'update {update} is not evaluated: it has no {factories.EVALUATION_VIEW}')
+      return
+    assert self._evaluator is not None, 'the run is not open'
     await self._evaluator.pin(version)
     task = self.plan.task
     result = await factories.evaluate(
@@ -210,20 +232,16 @@ class Run:
     scalars = metrics.flatten('eval', summary)
     self.writer.scalars(update, scalars)
     self.writer.flush()
-    self.evaluated = update
-    return scalars
+    self.evaluated.add(update)
 
   def record(self, step: int, batch: Batch, scalars: dict[str, float]) -> None:
     """Books, writes and shows one update. `step` counts updates applied, this one included."""
     stats = batch.stats
     of_batch, histograms = metrics.batch_metrics(batch.groups, batch.staleness)
     of_sampling, more = metrics.rollout_metrics(dataclasses.asdict(stats))
-    held = {pool.name: stats.secs * pool.replicas for pool in self.plan.pools}
-    costs = self.ledger.add(
-      turns=stats.turns(),
-      modelled_usd=fleet.modelled_usd(self.plan.pools, stats.turns()),
-      billed_usd=fleet.billed_usd(self.plan.pools, held),
-    )
+    costs = self._book(stats.turns())
+    for error in stats.errors:
+      self.progress.note(f'lost: {error}')
     speed = {names.SAMPLER_SPEED: stats.sampled_tokens_per_sec}
     scalars = scalars | of_batch | of_sampling | costs | speed
     self.writer.scalars(step, scalars)
@@ -231,24 +249,37 @@ class Run:
     self.writer.flush()
     self.progress.update(step, scalars)
 
+  def _book(self, turns: dict[str, int]) -> dict[str, float]:
+    """Books turns, and the time that replicas were held since the last booking."""
+    pools = self.plan.pools
+    now = time.monotonic()
+    held = {pool.name: (now - self._booked_at) * pool.replicas for pool in pools}
+    self._booked_at = now
+    return self.ledger.add(
+      turns=turns,
+      modelled_usd=fleet.modelled_usd(pools, turns),
+      billed_usd=fleet.billed_usd(pools, held),
+    )
+
   def save(self, update: int) -> None:
-    """Starts a checkpoint of everything that the run goes on from."""
-    if update == self._checkpoints.latest():
+    """Starts a checkpoint of everything that the run goes on from, once it is open."""
+    if self.rollouts is None or update == self._checkpoints.latest():
       return
     meta = {
       **policy_meta(self.plan.policy.model, self.plan.policy.tokenizer_files),
       'rollouts': self.rollouts.state(),
       'ledger': self.ledger.state(),
-      'evaluated': self.evaluated,
     }
     self._checkpoints.save(update, self.learner.state, meta)
     # The save before this one is complete: `save` waited for it.
     complete = self._checkpoints.latest()
     self._saved = self._saved if complete is None else complete
 
-  def write_report(self) -> pathlib.Path:
-    """Draws the report of what metrics.jsonl holds."""
+  def write_report(self) -> pathlib.Path | None:
+    """Draws the report of what metrics.jsonl holds; None where it holds nothing yet."""
     config = self.plan.config
+    if not writers.read(self.workdir.path / 'metrics.jsonl'):
+      return None
     return report.write(
       self.workdir.path / 'report.html',
       metrics=self.workdir.path / 'metrics.jsonl',
@@ -258,10 +289,9 @@ class Run:
 
   async def close(self) -> None:
     """Stops what runs, waits for the last checkpoint and frees the directory."""
-    if hasattr(self, 'rollouts'):
+    if self.rollouts is not None:
       await self.rollouts.close()
-      await self._evaluator.close()
-    for sampler in self.samplers:
+    for sampler in (*self.samplers, *([self._evaluator] if self._evaluator else [])):
       await sampler.close()
     for executor in (self._sampling, self._updating):
       if executor is not None:
@@ -280,7 +310,7 @@ class Run:
 
   def _make_rollouts(self) -> RolloutSource:
     config = self.plan.config
-    options = factories.make_rollout_settings(config, self.plan.sampling, self.workdir.incarnation)
+    options = dataclasses.replace(self.plan.rollouts, incarnation=self.workdir.incarnation)
     state = self._meta['rollouts']
     if self._lockstep:
       return LockstepRollouts(
@@ -291,16 +321,11 @@ class Run:
         pin=self._pin,
         state=state,
       )
-    limits = AsyncLimits(
-      in_flight_batches=config.rollouts.in_flight_batches,
-      buffered_batches=config.rollouts.buffered_batches,
-      max_staleness_updates=config.rollouts.max_staleness_updates,
-    )
     return AsyncRollouts(
       self.plan.task,
       self.samplers,
       options,
-      limits=limits,
+      limits=self.plan.limits,
       update_of=self._update_of,
       state=state,
     )
@@ -316,21 +341,21 @@ class Run:
 
   def _make_writer(self, keep_through: int | None) -> Writer:
     config, path = self.plan.config, self.workdir.path
-    writers: list[Writer] = [
+    kept: list[Writer] = [
       JsonlWriter(path / 'metrics.jsonl', keep_through=keep_through),
       TensorBoardWriter(path / 'tensorboard', keep_through=keep_through),
     ]
     if config.wandb_project:
-      writers.append(
+      kept.append(
         WandbWriter(
           project=config.wandb_project,
           name=path.name,
-          run_id=path.name,
+          run_id=f'{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}',
           directory=path,
           config=config.to_dict(),
         )
       )
-    return MultiWriter(writers)
+    return MultiWriter(kept)
 
 
 def _evaluation_seed(seed: int, update: int) -> int:
@@ -338,6 +363,7 @@ def _evaluation_seed(seed: int, update: int) -> int:
   return seed * 1_000_003 + update
 
 
-def backend() -> str:
-  """Returns what JAX runs on, for the first line of a run."""
-  return f'{len(jax.devices())} x {jax.devices()[0].device_kind}'
+def evaluated_updates(workdir: pathlib.Path) -> set[int]:
+  """Returns the updates whose evaluation metrics.jsonl holds."""
+  name = names.of_eval('heldout', 'tasks')
+  return {record['step'] for record in writers.read(workdir / 'metrics.jsonl') if name in record}

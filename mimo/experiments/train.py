@@ -33,9 +33,9 @@ async def _unless(stop: asyncio.Event, work: Awaitable[_T]) -> _T:
   stopping = asyncio.ensure_future(stop.wait())
   try:
     await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if task.done():
-      return task.result()
-    raise _Stopped
+    if stop.is_set():
+      raise _Stopped
+    return task.result()
   finally:
     for waiting in (task, stopping):
       waiting.cancel()
@@ -52,16 +52,16 @@ async def loop(run: Run, stop: asyncio.Event) -> None:
   last = config.updates
   done = run.start
   try:
-    await run.open()
+    await _unless(stop, run.open())
     while True:
       # Before the checkpoint: one that exists has its evaluation, or says that it has not.
-      if _due(config.evaluation.every_updates, done, last) and run.evaluated != done:
+      if _due(config.evaluation.every_updates, done, last) and done not in run.evaluated:
         await _unless(stop, run.evaluate(done))
       if done > run.start and _due(config.checkpoints.every_updates, done, last):
         run.save(done)
       if done >= last:
         break
-      batch = await _unless(stop, run.rollouts.batch(done))
+      batch = await _unless(stop, run.batch(done))
       scalars = await run.update(batch)
       done += 1
       await run.publish(done)
@@ -85,7 +85,9 @@ def train(config: config_dict.ConfigDict, workdir: str) -> None:
     planned = plan(config)
     run = Run(planned, Workdir(workdir, config.to_dict()))
   asyncio.run(_train(run))
-  print(f'report: {run.write_report()}')
+  written = run.write_report()
+  if written is not None:
+    print(f'report: {written}')
 
 
 def main() -> None:

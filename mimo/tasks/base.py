@@ -67,6 +67,10 @@ class Task(Protocol):
   def max_turn_tokens(self) -> int: ...
 
   @property
+  def max_sampled_tokens(self) -> int:
+    """No trajectory has more tokens that the policy drew."""
+
+  @property
   def max_tokens(self) -> int:
     """No trajectory is longer."""
 

@@ -103,7 +103,7 @@ class TensorBoardWriter:
       keep_through: TensorBoard hides later steps' records of earlier files; None where the run
         is new.
     """
-    purge = None if keep_through is None else keep_through + 1
+    purge = 0 if keep_through is None else keep_through + 1
     self._writer = tensorboardX.SummaryWriter(str(directory), purge_step=purge)
 
   def scalars(self, step: int, values: Mapping[str, float]) -> None:

@@ -55,6 +55,8 @@ def test_overrides_reach_the_config() -> None:
     (['--config=configs/mixde.py'], 2, ['configs/mixde.py', 'configs/mixed.py']),
     (['--config=configs/mixed.py', '--cnofig=3'], 2, ['cnofig', 'config']),
     (['--config=configs/mixed.py', 'stray'], 2, ['stray']),
+    (['--config', 'configs/mixde.py'], 2, ['configs/mixde.py', 'configs/mixed.py']),
+    (['--config=tests/experiments/broken_config.py'], 2, ['broken_config.py, line 3']),
     ([], 1, ['--config', 'configs/mixed.py']),
     (['--config=configs/mixed.py', '--config.seed=-1'], 1, ['seed is -1; expected']),
   ],

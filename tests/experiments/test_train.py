@@ -20,20 +20,26 @@ from mimo.weights.checkpoints import load_policy
 _ROOT = pathlib.Path(__file__).parents[2]
 
 # Dies by SIGKILL, or is sent SIGTERM, where the update named by argv[3] has been recorded: at that
-# point its weights are published and written about, and its checkpoint is not yet saved.
+# point its weights are published and written about, and its checkpoint is not yet saved. Of update
+# 0, where its publication begins and nothing has been sampled.
 _INTERRUPTED = """
 import json, os, signal, sys
 from ml_collections import config_dict
 from mimo.experiments import run, train
 
-record = run.Run.record
+record, publish = run.Run.record, run.Run.publish
 
 def recording(self, step, *rest):
   record(self, step, *rest)
   if step == int(sys.argv[3]):
     os.kill(os.getpid(), getattr(signal, sys.argv[4]))
 
-run.Run.record = recording
+async def publishing(self, update):
+  if update == int(sys.argv[3]) == 0:
+    os.kill(os.getpid(), getattr(signal, sys.argv[4]))
+  return await publish(self, update)
+
+run.Run.record, run.Run.publish = recording, publishing
 train.train(config_dict.ConfigDict(json.loads(sys.argv[1])), sys.argv[2])
 """
 
@@ -87,6 +93,13 @@ def test_lockstep_resumes_bit_identical_after_sigkill_and_sigterm(tiny_config, t
   assert not re.search(r'(src|href)="https?:|url\(http|@import|<script', html)
 
 
+def test_sigterm_before_anything_is_saved_leaves_quietly(tiny_config, tmp_path) -> None:
+  stopped = _interrupt(tiny_config, str(tmp_path / 'run'), 0, 'SIGTERM')
+  assert (stopped.returncode, stopped.stderr) == (0, '')
+  assert 'stopped after 0 of 4 updates' in stopped.stdout
+  assert not (tmp_path / 'run' / 'report.html').exists()
+
+
 def test_async_run_publishes_evaluates_and_books(tiny_config, tmp_path, capsys) -> None:
   with tiny_config.unlocked():
     tiny_config.rollouts.schedule = 'async'
@@ -133,6 +146,9 @@ def test_async_run_publishes_evaluates_and_books(tiny_config, tmp_path, capsys) 
     ('sampling.temperature', 0.0, '> 0'),
     ('trainer.mesh.data', 64, '64'),
     ('trainer.row_tokens', 32, 'at least 96'),
+    ('trainer.row_trained_tokens', 40, 'at least 48'),
+    ('rollouts.in_flight_batches', float('inf'), 'in_flight_batches'),
+    ('wandb_project', 'mine', 'wandb is not installed'),
     ('trainer.compute_dtype', 'float16', 'bfloat16'),
   ],
 )

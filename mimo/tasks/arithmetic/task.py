@@ -49,6 +49,7 @@ class ArithmeticTask:
   name = 'arithmetic'
   splits = ('train', 'heldout')
   max_turn_tokens = MAX_TURN_TOKENS
+  max_sampled_tokens = MAX_TURN_TOKENS  # its one turn
   max_tokens = MAX_TOKENS
 
   def __init__(self, tokenizer_files: Mapping[str, bytes]) -> None:

@@ -33,6 +33,7 @@ class RepairTask:
   splits = ('train', 'heldout', 'hard')
   stop_ids = (vocabulary.STOP_ID,)
   max_turn_tokens = environment.MAX_TURN_TOKENS
+  max_sampled_tokens = environment.MAX_TURNS * environment.MAX_TURN_TOKENS
   max_tokens = environment.MAX_TOKENS
 
   def size(self, split: str) -> int:
