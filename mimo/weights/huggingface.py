@@ -167,6 +167,9 @@ def new_directory(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
   temporary = pathlib.Path(tempfile.mkdtemp(prefix=f'.{target.name}.', dir=target.parent))
   try:
     yield temporary
+    # safetensors makes private files; a server may run as someone else.
+    for path in temporary.iterdir():
+      path.chmod(0o666 & ~_umask())
     temporary.chmod(0o777 & ~_umask())
     temporary.rename(target)  # replaces an empty directory, and only an empty one
   finally:

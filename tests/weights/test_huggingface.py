@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 
 import jax
 import ml_dtypes
@@ -257,3 +258,15 @@ def test_a_target_that_fills_up_meanwhile_is_not_replaced(tmp_path):
     (tmp_path / 'x').mkdir()
     (tmp_path / 'x' / 'theirs').touch()
   assert [x.name for x in (tmp_path / 'x').iterdir()] == ['theirs']
+
+
+def test_files_are_readable_by_a_server_of_another_user(tmp_path):
+  mask = os.umask(0o022)
+  try:
+    with huggingface.new_directory(tmp_path / 'made') as directory:
+      (directory / 'private').write_bytes(b'')
+      (directory / 'private').chmod(0o600)
+  finally:
+    os.umask(mask)
+  assert (tmp_path / 'made').stat().st_mode & 0o777 == 0o755
+  assert (tmp_path / 'made' / 'private').stat().st_mode & 0o777 == 0o644
