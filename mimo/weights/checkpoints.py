@@ -22,7 +22,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from mimo.models.config import ModelConfig
-from mimo.models.table import leaf, nest, table
+from mimo.models.table import leaf, named_tensors, nest, table
 from mimo.weights import huggingface
 
 STATE = 'state'
@@ -56,27 +56,32 @@ class Checkpoints:
   def save(self, step: int, tree: Any, meta: Mapping[str, Any]) -> None:
     """Starts to save, and returns once the arrays are copied: they may then be donated.
 
-    A save still under way is waited for first; if it failed, its error is raised here.
+    A save still under way is waited for first; if it failed, its error is raised here. The step
+    saved last may be given again: it is waited for, and left as it is.
 
     Args:
-      step: larger than every step saved.
+      step: no smaller than any step saved.
       tree: a pytree of arrays.
       meta: a JSON object.
     """
-    latest = self.latest()
-    if latest is not None and step <= latest:
-      raise ValueError(f'step {step} does not follow the last one saved, {latest}')
+    begun = self._manager.latest_step()  # which counts a save under way
+    if begun is not None and step < begun:
+      raise ValueError(f'step {step} does not follow the last one saved, {begun}')
+    if step == begun:
+      self.wait()
+      return
     json.dumps(meta)  # a meta that is no JSON fails here, not in the writer's thread
     args = {STATE: ocp.args.StandardSave(tree), META: ocp.args.JsonSave(dict(meta))}
     self._manager.save(step, args=ocp.args.Composite(**args))
 
   def latest(self) -> int | None:
-    """Returns the newest complete step, or None."""
-    return self._manager.latest_step()
+    """Returns the newest step that is complete on disk, or None."""
+    return max(self.steps(), default=None)
 
   def steps(self) -> list[int]:
-    """Returns every complete step, in order."""
-    return sorted(self._manager.all_steps())
+    """Returns every step that is complete on disk, in order."""
+    # Orbax counts a step from the moment its save begins, and no longer while it deletes it.
+    return sorted(s for s in self._manager.all_steps() if _is_step(self.directory / str(s)))
 
   def restore(self, step: int, abstract_tree: Any) -> tuple[Any, dict[str, Any]]:
     """Returns (tree, meta) of a step.
@@ -89,17 +94,13 @@ class Checkpoints:
     Raises:
       ValueError: there is no such step, or it can't be read as this tree.
     """
-    if step not in self._manager.all_steps():
-      raise ValueError(f'{self.directory} has no step {step}; it has {self.steps()}')
+    if step not in (steps := self.steps()):
+      raise ValueError(f'{self.directory} has no step {step}; it has {steps}')
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, abstract_tree)
     args = {STATE: ocp.args.StandardRestore(abstract), META: ocp.args.JsonRestore()}
     with _unreadable(self.directory / str(step)):
       restored = self._manager.restore(step, args=ocp.args.Composite(**args))
     return restored[STATE], restored[META]
-
-  def meta(self, step: int) -> dict[str, Any]:
-    """Returns a step's meta alone."""
-    return _read_meta(self.directory / str(step))
 
   def wait(self) -> None:
     """Returns once every save is on disk. Raises what a save failed with."""
@@ -142,6 +143,7 @@ def load_policy(
     return read_policy(root)
   if (root / huggingface.CONFIG).is_file():
     config, params = huggingface.read_model(root)
+    _check_finite(root, config, params)
     return config, params, huggingface.read_tokenizer_files(root)
   raise ValueError(
     f'{root} holds no checkpoint; expected an Orbax step, a directory of steps, a work directory '
@@ -165,6 +167,7 @@ def read_policy(
   except ValueError as error:
     raise ValueError(f'{step}: {error}') from None
   params = _read_params(step, config)
+  _check_finite(step, config, params)
   return config, params, {name: _to_bytes(text) for name, text in meta['tokenizer'].items()}
 
 
@@ -241,6 +244,12 @@ def _check_shape(
     raise ValueError(
       f'{step}: parameter {"/".join(path)} has shape {list(got)}; expected {list(shape)}'
     )
+
+
+def _check_finite(root: pathlib.Path, config: ModelConfig, params: Mapping[str, Any]) -> None:
+  for name, tensor in named_tensors(config, params):
+    if not np.isfinite(tensor).all():
+      raise ValueError(f'{root}: tensor {name} holds NaN or infinity; expected finite weights')
 
 
 @contextlib.contextmanager

@@ -6,14 +6,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
+from mimo.models import table
 from mimo.weights import checkpoints, huggingface
 
 TOKENIZER = {'tokenizer.json': '{"a": "ä"}'.encode(), 'tokenizer.model': b'\xff\x00\x01'}
@@ -58,7 +61,7 @@ def test_restore_gives_the_tree_and_the_meta(workdir, state, config):
   tree, meta = store.restore(2, jax.eval_shape(lambda: state))
   assert isinstance(tree, State)
   assert_equal(tree, state._replace(params=jax.tree.map(lambda x: x + 2, state.params)))
-  assert meta['cursor'] == 2 and store.meta(4)['cursor'] == 4
+  assert meta['cursor'] == 2
   with pytest.raises(ValueError, match=r'has no step 3; it has \[2, 4\]'):
     store.restore(3, state)
   wrong = state._replace(opt_state=())
@@ -101,11 +104,37 @@ def test_mistakes_of_the_caller(tmp_path):
   store = checkpoints.Checkpoints(tmp_path / 'c', keep=1)
   assert store.latest() is None
   store.save(3, {'x': jnp.zeros(2)}, {})
-  with pytest.raises(ValueError, match='step 3 does not follow the last one saved, 3'):
-    store.wait()
-    store.save(3, {'x': jnp.zeros(2)}, {})
+  with pytest.raises(ValueError, match='step 2 does not follow the last one saved, 3'):
+    store.save(2, {'x': jnp.zeros(2)}, {})
   with pytest.raises(TypeError, match='not JSON serializable'):
     store.save(4, {'x': jnp.zeros(2)}, {'bad': object()})
+  store.close()
+
+
+def test_a_save_under_way_is_no_step_yet(tmp_path, monkeypatch):
+  store = checkpoints.Checkpoints(tmp_path / 'c', keep=2)
+  store.save(20, {'x': jnp.zeros(2)}, {})
+  store.wait()
+  go_on, finalize = threading.Event(), ocp.StandardCheckpointHandler.finalize
+
+  def held_up(self, directory):
+    assert go_on.wait(60)
+    finalize(self, directory)
+
+  monkeypatch.setattr(ocp.StandardCheckpointHandler, 'finalize', held_up)
+  store.save(40, {'x': jnp.ones(2)}, {})
+  try:
+    assert store.latest() == 20 and store.steps() == [20]
+    with pytest.raises(ValueError, match=r'has no step 40; it has \[20\]'):
+      store.restore(40, {'x': jnp.zeros(2)})
+    # The order of steps counts it all the same.
+    with pytest.raises(ValueError, match='step 30 does not follow the last one saved, 40'):
+      store.save(30, {'x': jnp.zeros(2)}, {})
+  finally:
+    go_on.set()
+  store.save(40, {'x': jnp.zeros(2)}, {})  # again: waits for the first, and changes nothing
+  assert store.latest() == 40 and store.steps() == [20, 40]
+  np.testing.assert_array_equal(store.restore(40, {'x': jnp.zeros(2)})[0]['x'], np.ones(2))
   store.close()
 
 
@@ -141,6 +170,20 @@ def test_a_step_that_is_being_written_is_not_read(workdir, tmp_path):
   shutil.copytree(workdir / 'checkpoints/4', copy / '4.orbax-checkpoint-tmp')
   with pytest.raises(ValueError, match='holds no checkpoint'):
     checkpoints.load_policy(copy / '4.orbax-checkpoint-tmp')
+
+
+@pytest.mark.parametrize('value', [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, config, params, value):
+  broken = jax.tree.map(np.array, params)
+  row = next(row for row in table.table(config) if 'down_proj' in row.hf_name)
+  table.leaf(broken, row.path)[1].flat[5] = value
+  message = r'm: tensor model\.layers\.1\.mlp\.down_proj\.weight holds NaN or infinity; expected'
+  huggingface.write_model(tmp_path / 'm', config, broken, TOKENIZER, dtype=np.float32)
+  with pytest.raises(ValueError, match=message):
+    checkpoints.load_policy(tmp_path / 'm')
+  save_one(tmp_path / 'c', {'params': broken}, checkpoints.policy_meta(config, {}))
+  with pytest.raises(ValueError, match=message.replace('m:', 'c/0:')):
+    checkpoints.load_policy(tmp_path / 'c')
 
 
 @pytest.mark.parametrize(
