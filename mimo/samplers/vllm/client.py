@@ -21,7 +21,7 @@ import os
 import resource
 from collections.abc import AsyncIterator, Awaitable
 from types import ModuleType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mimo.samplers.vllm import messages, stock, wire
 from mimo.samplers.vllm.messages import Activation, Failure, Outcome, Status, WireError
@@ -131,6 +131,7 @@ class VllmClient:
       timeout=self._aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_secs),
     )
     self._places = asyncio.Semaphore(max_connections)
+    self._waiting: set[_Patience] = set()
     self._activations = 0
     self.moved_at = 0.0
     self.activated_at = 0.0
@@ -142,6 +143,8 @@ class VllmClient:
 
   async def close(self) -> None:
     """Closes the connections; turns in flight raise TurnError."""
+    for patience in self._waiting:
+      patience.end()  # closing the session wakes no reader of a body
     await self._session.close()
 
   def moved(self) -> None:
@@ -205,10 +208,12 @@ class VllmClient:
     Raises TurnError for a bad status and for no progress, WireError for bytes that are none of it.
     """
     patience = _Patience(self._limits, self)
-    async with self._errors():
-      posted = self._session.post(self._url + path, data=body, headers={'Content-Type': content})
-      response = await patience.wait(posted)
-      try:
+    response = None
+    self._waiting.add(patience)
+    try:
+      async with self._errors():
+        posted = self._session.post(self._url + path, data=body, headers={'Content-Type': content})
+        response = await patience.wait(posted)
         if response.status != 200:
           raise _failure(response.status, await patience.wait(response.read()))
         while data := await patience.wait(response.content.readany()):
@@ -216,7 +221,9 @@ class VllmClient:
           if answer.take(data):
             self.moved()
             patience.progress()
-      finally:
+    finally:
+      self._waiting.discard(patience)
+      if response is not None:
         # Kept where the answer was read to its end; else closed, and the server gives the turn up.
         response.release()
 
@@ -281,14 +288,21 @@ class _Body:
 
 
 class _Patience:
-  """Waits for one answer as long as the limits allow."""
+  """Waits for one answer as long as the limits allow, or until it is told to end."""
 
   def __init__(self, limits: ClientLimits, client: VllmClient) -> None:
     now = asyncio.get_running_loop().time
     self._limits = limits
     self._client = client
+    self._awaited: asyncio.Future[Any] | None = None
+    self._ended = False
     self._now = now
     self._heard_at = self._progress_at = now()
+
+  def end(self) -> None:
+    self._ended = True
+    if self._awaited is not None:
+      self._awaited.cancel()
 
   def heard(self) -> None:
     self._heard_at = self._now()
@@ -298,7 +312,7 @@ class _Patience:
 
   async def wait(self, awaitable: Awaitable[_T]) -> _T:
     """Returns what is awaited. Raises TurnError where that takes more than the limits allow."""
-    waiting = asyncio.ensure_future(awaitable)
+    self._awaited = waiting = asyncio.ensure_future(awaitable)
     try:
       while not waiting.done():
         left, before = self._left(), self._now()
@@ -307,6 +321,8 @@ class _Patience:
         late = max(0.0, self._now() - before - left)
         self._heard_at += late
         self._progress_at += late
+      if self._ended:
+        raise TurnError(CONNECTION, 'the client was closed')
       return waiting.result()
     finally:
       if not waiting.done():

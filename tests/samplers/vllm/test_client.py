@@ -284,19 +284,25 @@ def test_a_turn_that_is_cancelled_is_given_up_by_the_server_too() -> None:
   assert _run(script, use) == (0, 1)
 
 
-def test_closing_fails_what_is_in_flight() -> None:
+@pytest.mark.parametrize('begun', [False, True])
+def test_closing_fails_what_is_in_flight_at_once(begun: bool) -> None:
   async def script(turn):
+    if begun:
+      await turn.keep_alive(1)
     await asyncio.sleep(30)
 
   async def use(client, server):
     turn = asyncio.ensure_future(client.generate(_request()))
     await asyncio.sleep(0.1)
+    start = time.monotonic()
     await client.close()
     with pytest.raises(TurnError) as raised:
       await turn
-    return raised.value.kind
+    assert not client._waiting
+    return raised.value.kind, time.monotonic() - start
 
-  assert _run(script, use) == http.CONNECTION
+  kind, secs = _run(script, use, limits=ClientLimits())
+  assert (kind, secs < 2) == (http.CONNECTION, True)
 
 
 def test_connections_stay_open_and_are_bounded() -> None:
