@@ -343,6 +343,7 @@ def _load_verified(vllm_config: Any, model: Any, directory: str) -> int:
         raise LoadError(f'{len(seen)} tensors read of {len(expected)}: {sorted(unread)[:3]}')
       _check_loaded(owners)
       layerwise.finalize_layerwise_reload(model, vllm_config.model_config)
+      _prepare_borrowers(model, owners)
     except BaseException:
       _abandon(model)
       raise
@@ -377,6 +378,20 @@ def _owners(model: Any) -> dict[str, Any]:
       owners[name] = layer
     seen |= own
   return owners
+
+
+def _prepare_borrowers(model: Any, owners: dict[str, Any]) -> None:
+  """Has layers that share another's parameters derive again what they derive from them.
+
+  vLLM's reload passes a tied head by, since nothing is loaded into it, and on CPU the head
+  multiplies with a packed copy of its own: it would keep the old weights without a word.
+  """
+  for name, layer in model.named_modules():
+    if name in owners or not list(layer.parameters(recurse=False)):
+      continue
+    method: Any = getattr(layer, 'quant_method', None)
+    if hasattr(method, 'embedding'):  # what embeds can be a tied head
+      method.process_weights_after_loading(layer)
 
 
 def _check_loaded(owners: dict[str, Any]) -> None:
