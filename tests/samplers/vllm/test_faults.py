@@ -5,6 +5,7 @@ The tests share one server where they can, in the order in which they stand.
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -29,6 +30,7 @@ from mimo.samplers.vllm.process import ServerProcess, free_port
 from mimo.samplers.vllm.replica import Replica
 from mimo.samplers.vllm.sampler import RetryLimits, VllmSampler, check_status
 from mimo.samplers.vllm.watch import ReplicaLimits
+from mimo.samplers.vllm.wire import GenerateRequest
 from mimo.types import SamplingParams, Source, TurnSample, Version
 from mimo.weights.publication import Publisher, Snapshot, ViewFollower
 from mimo.weights.store import Blob, FileStore
@@ -215,6 +217,33 @@ def test_versions_are_followed_and_what_they_draw_differs(rig) -> None:
   assert third.spans[0].version == 3
   assert not _same(first, second)
   assert _same(first, third)  # bit for bit: these are the same weights again
+
+
+def test_the_stock_route_draws_the_same_turn(rig) -> None:
+  """The slow fallback, on the same server: ids, log-probs, candidates and versions."""
+
+  async def both():
+    client, number = await rig.replica.serving(60.0)
+    request = GenerateRequest('packed', _PROMPT, _PARAMS, 99, number, 5.0)
+    stock = VllmClient(rig.processes[-1].url, limits=_CLIENT, max_connections=1, packed=False)
+    try:
+      return await client.generate(request), await stock.generate(
+        dataclasses.replace(request, request='stock')
+      )
+    finally:
+      await stock.close()
+
+  packed, stock = rig.run(both())
+  assert _same(packed, stock)
+  assert packed.spans == stock.spans
+  assert np.array_equal(packed.full_support, stock.full_support)
+  assert np.array_equal(packed.candidates.offsets, stock.candidates.offsets)
+  for row in range(len(packed.tokens)):  # equally likely ones may come in another order
+    ours, theirs = (
+      dict(zip(*c.row(row), strict=True)) for c in (packed.candidates, stock.candidates)
+    )
+    assert ours.keys() == theirs.keys()
+    assert max(abs(ours[token] - theirs[token]) for token in ours) < 1e-6
 
 
 def _truncate(directory: pathlib.Path) -> None:
