@@ -258,3 +258,15 @@ class Version:
   number: int
   incarnation: int  # which start of the run published it
   update: int  # updates applied to the weights it holds; 0 is the base policy
+
+  def is_live(self, starts: Sequence[int]) -> bool:
+    """Returns whether the weights are of a run's history.
+
+    A start of the run goes on from a checkpoint; what an earlier start published after that
+    checkpoint's update is abandoned: the trainer never had those weights.
+
+    Args:
+      starts: updates applied to the weights that each start of the run went on from, first to last.
+    """
+    later = starts[self.incarnation + 1 :]
+    return self.incarnation < len(starts) and self.update <= min(later, default=self.update)

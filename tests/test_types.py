@@ -86,3 +86,24 @@ def test_sampling_parameters_refuse(change, word) -> None:
   good = types.SamplingParams(1.0, 0.97, 8, 16, 8, (2,))
   with pytest.raises(ValueError, match=word):
     dataclasses.replace(good, **change)
+
+
+@pytest.mark.parametrize(
+  ('incarnation', 'update', 'starts', 'live'),
+  [
+    (0, 5, [0], True),
+    (0, 3, [0, 3], True),  # the very weights that the second start went on from
+    (0, 4, [0, 3], False),
+    (1, 3, [0, 3], True),
+    (1, 9, [0, 3], True),
+    (0, 2, [0, 1, 3], False),  # a later start that went further makes nothing live again
+    (0, 2, [0, 3, 1], False),
+    (1, 3, [0, 1, 3], True),
+    (1, 4, [0, 1, 3], False),
+    (1, 0, [0], False),  # of a start that this history does not have
+  ],
+)
+def test_a_version_is_live_up_to_where_every_later_start_went_back(
+  incarnation, update, starts, live
+):
+  assert types.Version(7, incarnation, update).is_live(starts) is live

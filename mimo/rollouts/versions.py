@@ -11,18 +11,11 @@ from mimo.types import Trajectory, Version
 def live_updates(versions: Iterable[Version], starts: Sequence[int]) -> dict[int, int]:
   """Returns the updates that each publication of the run's history holds, by its number.
 
-  A start of the run goes on from a checkpoint; what an earlier start published after that
-  checkpoint's update is abandoned: the trainer never had those weights.
-
   Args:
     versions: publications.
-    starts: updates applied to the weights that each start of the run went on from, first to last.
+    starts: see `Version.is_live`.
   """
-  return {
-    version.number: version.update
-    for version in versions
-    if version.update <= min(starts[version.incarnation + 1 :], default=version.update)
-  }
+  return {version.number: version.update for version in versions if version.is_live(starts)}
 
 
 def stale_ranges(

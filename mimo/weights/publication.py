@@ -19,6 +19,7 @@ import dataclasses
 import json
 import pathlib
 import tempfile
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,10 @@ class Snapshot:
 
 
 class Publisher:
-  """Publishes every view of a run. One at a time per store; a second one loses its swaps."""
+  """Publishes every view of a run. One process at a time publishes to a store.
+
+  What an earlier one left half written is removed: its scratch at once, its views by `retain`.
+  """
 
   def __init__(
     self,
@@ -99,15 +103,11 @@ class Publisher:
     self._views = dict(views)
     self._incarnation = incarnation
     self._shard_bytes = shard_bytes
+    self._lock = threading.Lock()  # so that what is being published is never deleted
     self.failures: dict[str, str] = {}
+    store.sweep()
 
-  def publish(
-    self,
-    update: int,
-    tensors: Iterable[tuple[str, np.ndarray]],
-    *,
-    input_scales: Mapping[str, float] | None = None,
-  ) -> Version:
+  def publish(self, update: int, tensors: Iterable[tuple[str, np.ndarray]]) -> Version:
     """Encodes every view from one snapshot, stores them and moves their pointers.
 
     A view that fails keeps its pointer where it was, and does not hinder the others: `failures`
@@ -117,7 +117,6 @@ class Publisher:
       update: updates applied to the weights.
       tensors: (Hugging Face name, bfloat16 tensor) of the whole model. What can be iterated once
         only is held in memory; a `Snapshot` is not.
-      input_scales: newer calibrated scales, in place of those the view specs hold.
 
     Returns:
       The version, published for at least one view.
@@ -126,38 +125,41 @@ class Publisher:
       NonFiniteError: a tensor holds NaN or infinity. Nothing was stored.
       PublicationError: every view failed.
     """
-    self.failures = {}
     if iter(tensors) is tensors:
       tensors = list(tensors)
-    try:
-      with tempfile.TemporaryDirectory(prefix='publish-', dir=self._store.scratch) as scratch:
-        version = self._publish(update, tensors, input_scales, pathlib.Path(scratch))
-    except OSError as error:
-      raise PublicationError(f'update {update} reached no view: {error}') from error
-    if len(self.failures) == len(self._views):
-      why = '; '.join(f'{name}: {reason}' for name, reason in self.failures.items())
-      raise PublicationError(f'update {update} reached no view: {why}')
-    return version
+    with self._lock:
+      self.failures = {}
+      try:
+        with tempfile.TemporaryDirectory(prefix='publish-', dir=self._store.scratch) as scratch:
+          version = self._publish(update, tensors, pathlib.Path(scratch))
+      except OSError as error:
+        raise PublicationError(f'update {update} reached no view: {error}') from error
+      if len(self.failures) == len(self._views):
+        why = '; '.join(f'{name}: {reason}' for name, reason in self.failures.items())
+        raise PublicationError(f'update {update} reached no view: {why}')
+      return version
 
   def retain(self, numbers: Collection[int]) -> None:
-    """Deletes every version of every view but these and the ones that pointers name."""
-    for name in self._views:
-      follower = ViewFollower(self._store, name)
-      served = follower.latest()
-      for version in follower.versions():
-        if version.number not in numbers and version != served:
+    """Deletes every version of every view but these and the ones that pointers name.
+
+    View directories without a manifest go too, whatever their number: a kill left them.
+    """
+    with self._lock:
+      for name in self._views:
+        served = ViewFollower(self._store, name).latest()
+        kept = {*numbers} if served is None else {*numbers, served.number}
+        whole = {_number(key) for key in self._store.list(f'manifests/{name}')}
+        for number in whole - kept:
           # The manifest first: what has one must be whole.
-          self._store.delete(_manifest_key(name, version.number))
-          self._store.delete(_view_key(name, version.number))
+          self._store.delete(_manifest_key(name, number))
+        held = {_number(key) for key in self._store.list(f'views/{name}')}
+        for number in held - (whole & kept):
+          self._store.delete(_view_key(name, number))
 
   def _publish(
-    self,
-    update: int,
-    tensors: Iterable[tuple[str, np.ndarray]],
-    input_scales: Mapping[str, float] | None,
-    scratch: pathlib.Path,
+    self, update: int, tensors: Iterable[tuple[str, np.ndarray]], scratch: pathlib.Path
   ) -> Version:
-    written = self._write_views(scratch, tensors, input_scales)
+    written = self._write_views(scratch, tensors)
     number = self._next_number() if written else 0
     version = Version(number, self._incarnation, update)
     # Views at the same time: they wait for the disk more than they compute.
@@ -173,10 +175,7 @@ class Publisher:
     return version
 
   def _write_views(
-    self,
-    scratch: pathlib.Path,
-    tensors: Iterable[tuple[str, np.ndarray]],
-    input_scales: Mapping[str, float] | None,
+    self, scratch: pathlib.Path, tensors: Iterable[tuple[str, np.ndarray]]
   ) -> list[str]:
     """Returns the names of the views that could be written, each in a directory of its name."""
     written = []
@@ -189,7 +188,7 @@ class Publisher:
           spec.format,
           tokenizer_files=self._tokenizer_files,
           block_scale=spec.block_scale,
-          input_scales=spec.input_scales if input_scales is None else input_scales,
+          input_scales=spec.input_scales,
           shard_bytes=self._shard_bytes,
         )
         written.append(name)
@@ -230,8 +229,7 @@ class Publisher:
         return number
 
   def _largest_number(self) -> int:
-    numbers = [int(key.split('/')[2]) for key in self._store.list('views')]
-    return max(numbers, default=0)
+    return max(map(_number, self._store.list('views')), default=0)
 
   def _fail(self, name: str, error: Exception) -> None:
     self.failures[name] = f'{type(error).__name__}: {error}'
@@ -279,21 +277,17 @@ class ViewFollower:
   def versions(self) -> list[Version]:
     """Returns every version that the store holds whole, by number."""
     keys = self._store.list(f'manifests/{self._view}')
-    numbers = sorted(int(pathlib.PurePosixPath(key).stem) for key in keys)
-    return [_version(self._manifest(number)['version']) for number in numbers]
+    return [_version(self._manifest(n)['version']) for n in sorted(map(_number, keys))]
 
   def find(self, update: int, starts: Sequence[int]) -> Version | None:
     """Returns the newest version that holds the weights of an update on this run's timeline.
 
     Args:
       update: updates applied to the weights.
-      starts: the update that each start of the run went on from, first to last. What an earlier
-        start published beyond a later one's is abandoned.
+      starts: see `Version.is_live`.
     """
     for version in reversed(self.versions()):
-      if version.update != update or version.incarnation >= len(starts):
-        continue
-      if update <= min(starts[version.incarnation + 1 :], default=update):
+      if version.update == update and version.is_live(starts):
         return version
     return None
 
@@ -330,6 +324,11 @@ def _view_key(view: str, number: int) -> str:
 
 def _manifest_key(view: str, number: int) -> str:
   return f'manifests/{view}/{number:08d}.json'
+
+
+def _number(key: str) -> int:
+  """Returns the publication number in the key of a manifest or of a view's file."""
+  return int(key.split('/')[2].removesuffix('.json'))
 
 
 def _pointer_name(view: str) -> str:

@@ -24,13 +24,11 @@ import pathlib
 import re
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from typing import Protocol
 
 _KEY = re.compile(r'[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*')
 _CHUNK_BYTES = 1 << 20
-_SWEEP_SECS = 86400.0
 _SYNCS = 8
 
 
@@ -82,6 +80,13 @@ class Store(Protocol):
   def swap(self, name: str, expected: str | None, new: str) -> bool:
     """Sets a pointer durably if its text is `expected`; returns whether it was."""
 
+  def sweep(self) -> None:
+    """Removes what writers that were killed left in scratch.
+
+    For the one process that writes, before it does: what a live writer has there goes too. Those
+    that only read never call it.
+    """
+
 
 class FileStore:
   """A `Store` on a local or shared POSIX file system (rename, hard link and flock)."""
@@ -93,7 +98,6 @@ class FileStore:
     self._locks = self.root / 'locks'
     for directory in (self._blobs, self._pointers, self._locks, self.scratch):
       directory.mkdir(parents=True, exist_ok=True)
-    self._sweep()
 
   @property
   def scratch(self) -> pathlib.Path:
@@ -195,12 +199,12 @@ class FileStore:
       sync(target.parent)
       return True
 
-  def _sweep(self) -> None:
-    # What writers that were killed left behind: no file takes a day to come in.
+  def sweep(self) -> None:
     for path in self.scratch.iterdir():
-      with contextlib.suppress(FileNotFoundError):
-        if time.time() - path.stat().st_mtime > _SWEEP_SECS:
-          shutil.rmtree(path) if path.is_dir() else path.unlink()
+      if path.is_dir():
+        shutil.rmtree(path)
+      else:
+        path.unlink()
 
   @contextlib.contextmanager
   def _locked(self, name: str) -> Iterator[None]:
