@@ -94,6 +94,12 @@ class AsyncRollouts:
     )
     self._running: set[asyncio.Task[Group | None]] = set()
     self._ended: collections.deque[Group] = collections.deque()
+    self._fitted = 0  # the first of them that were found fit, and wait for the rest of a batch
+    self._dropped_in_a_row = 0
+    self._why_dropped: collections.Counter[str] = collections.Counter()
+    # What was sampled before an update may be too old after it, and no more than that is buffered
+    # or in flight; when a further batch is dropped, what is sampled now is no better.
+    self._max_dropped = self._max_in_flight + self._max_buffered + max(groups, 4)
     self._changed = asyncio.Event()
     self._error: BaseException | None = None
     self._closed = False
@@ -190,28 +196,51 @@ class AsyncRollouts:
     ready: list[tuple[Group, list[_Ranges]]] = []
     while self._ended and len(ready) < count and len(ready) + len(self._ended) >= count:
       group = self._ended.popleft()
+      known, self._fitted = self._fitted > 0, max(0, self._fitted - 1)
       fit = self._fit(group, update)
       if fit is None:
-        self._tally.count('groups_dropped')
-        self._cursor.done(group.prompt.group)
-      else:
-        ready.append(fit)
+        self._drop(group)
+        continue
+      ready.append(fit)
+      if not known:
+        self._dropped_in_a_row = 0
+        self._why_dropped.clear()
     if len(ready) == count:
       return ready
     self._ended.extendleft(group for group, _ in reversed(ready))
+    self._fitted += len(ready)
     self._pump()  # in place of those that were dropped
     return None
+
+  def _drop(self, group: Group) -> None:
+    """Counts a group that is not trained on. Raises RolloutError when nothing else comes."""
+    self._tally.count('groups_dropped')
+    self._cursor.done(group.prompt.group)
+    self._dropped_in_a_row += 1
+    if self._dropped_in_a_row >= self._max_dropped:
+      why = '; '.join(f'{reason}: {n} times' for reason, n in self._why_dropped.most_common(8))
+      self._error = RolloutError(
+        f'{self._dropped_in_a_row} groups were dropped one after another, for having fewer than '
+        f'{MIN_MEMBERS} members that may be trained on; expected sampling to go on. {why}'
+      )
+      raise self._error
 
   def _fit(self, group: Group, update: int) -> tuple[Group, list[_Ranges]] | None:
     """Returns what of a group may be trained on now, or None when that is too little."""
     kept: list[Trajectory] = []
     parts: list[_Ranges] = []
     for trajectory in group.trajectories:
+      pool = trajectory.source.pool
       ranges = versions.stale_ranges(trajectory, update, self._update_of)
       if ranges is None:
         self._tally.count('trajectories_abandoned')
+        unknown = set(trajectory.versions().tolist()) - set(self._update_of)
+        self._why_dropped[
+          f'pool {pool}: drawn under publication {max(unknown)}, which is abandoned or unknown'
+        ] += 1
       elif self._too_stale(ranges):
         self._tally.count('trajectories_stale')
+        self._why_dropped[f'pool {pool}: staler than {self._max_staleness} updates'] += 1
       else:
         kept.append(trajectory)
         parts.append(ranges)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from mimo.rollouts.asynchronous import AsyncLimits, AsyncRollouts
+from mimo.rollouts.base import RolloutError
 from mimo.samplers.base import SamplerError
 
 
@@ -115,6 +116,55 @@ def test_over_any_number_of_kills_each_prompt_is_trained_once_or_dropped(kit, da
     assert len(set(trained)) == len(trained) == totals['groups_trained']
     dropped = set(range(cursor['next'])) - set(trained) - set(cursor['outstanding'])
     assert dropped <= lost and len(dropped) == totals.get('groups_dropped', 0)
+
+
+@pytest.mark.parametrize(
+  ('bound', 'update_of', 'reason'),
+  [
+    (None, {9: 9}, 'drawn under publication 4, which is abandoned or unknown'),
+    (3, {4: 0, 9: 9}, 'staler than 3 updates'),
+  ],
+)
+def test_a_pool_whose_samples_are_never_trained_on_ends_the_run(kit, bound, update_of, reason):
+  """Its view failed to publish, after a resume or for long."""
+
+  async def main():
+    sampler = kit.sampler(kit.after(1.0), pool='b', version=4)
+    limits = AsyncLimits(max_staleness_updates=bound)
+    rollouts = _rollouts(kit, [sampler], limits=limits, update_of=update_of)
+    # 2 groups in flight, 4 buffered and 4 more, of 3 members each.
+    message = f'10 groups were dropped one after another.*pool b: {reason}: 30 times'
+    for _ in range(2):  # and it stays so
+      with pytest.raises(RolloutError, match=message):
+        await rollouts.batch(9)
+    assert len(sampler.calls) <= 3 * (10 + 2)
+    await rollouts.close()
+
+  kit.run(main())
+
+
+@pytest.mark.parametrize('good', [{0, 8, 16, 24}, {0}])
+def test_only_another_group_that_fits_starts_the_count_anew(kit, good):
+  """Group 0 alone makes no batch, and is no progress however often it is looked at."""
+
+  async def script(call):
+    await asyncio.sleep(1.0)
+    sampler.serve(9 if _group_of(call) in good else 4)
+    return [kit.WIN, kit.STOP]
+
+  async def main():
+    # One group at a time and 4 buffered: 1 + 4 + 4 may be dropped in a row.
+    rollouts = _rollouts(kit, [sampler], update_of={9: 9}, limits=AsyncLimits(0.5, 2.0))
+    if len(good) > 1:
+      assert _numbers(await rollouts.batch(9)) == [0, 8]
+      assert _numbers(await rollouts.batch(9)) == [16, 24]
+    else:
+      with pytest.raises(RolloutError, match='9 groups were dropped one after another'):
+        await rollouts.batch(9)
+    await rollouts.close()
+
+  sampler = kit.sampler(script, sessions=1, version=9)
+  kit.run(main())
 
 
 def test_memory_is_that_of_what_may_be_in_flight_and_buffered(kit):
