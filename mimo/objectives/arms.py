@@ -1,4 +1,7 @@
-"""The study's arms by name: corrections, advantage rule, and how the samplers draw."""
+"""The arms by name: corrections, advantage rule, and how the samplers draw.
+
+They are those of the reference study (see docs/objective.md).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import difflib
 
 from mimo.objectives.correction import Correction
 
-# The study's range for the trainer/sampler ratio. Truncation shares its upper end.
+# The reference study's range for the trainer/sampler ratio. Truncation shares its upper end.
 LOW = 0.5
 HIGH = 5.0
 
@@ -20,14 +23,14 @@ ARMS = _BASES + tuple(base + _TOPP for base in _BASES)
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-  """One arm of the study.
+  """One arm.
 
   Attributes:
     name: as in `ARMS`.
     correction: what the loss corrects.
     advantage: a rule of `advantages`, 'group_mean' or 'group_mean_std'.
     topp: whether samplers draw from their nucleus (top-p 0.97 within the 64 most likely tokens in
-      the study); the loss then replays it.
+      the reference study); the loss then replays it.
   """
 
   name: str
@@ -43,11 +46,12 @@ def arm(name: str) -> Arm:
   `sc_mis` centre scores and only subtract the group's mean. The suffix `_topp` adds replay.
 
   Raises:
-    ValueError: an unknown name; the message holds the nearest one.
+    ValueError: an unknown name; the message holds the nearest one, if one is near.
   """
   if name not in ARMS:
-    near = difflib.get_close_matches(str(name), ARMS, n=1, cutoff=0.0)[0]
-    raise ValueError(f'arm is {name!r}; expected one of {ARMS}; the nearest is {near!r}')
+    near = difflib.get_close_matches(str(name), ARMS, n=1, cutoff=0.5)
+    hint = f'; did you mean {near[0]!r}?' if near else ''
+    raise ValueError(f'arm is {name!r}; expected one of {", ".join(ARMS)}{hint}')
   base = name.removesuffix(_TOPP)
   center = base.startswith('sc')
   topp = name.endswith(_TOPP)

@@ -30,5 +30,8 @@ def test_there_are_twelve():
 
 
 def test_an_unknown_arm_names_the_nearest():
-  with pytest.raises(ValueError, match=r"arm is 'sc_miss_topp'.*nearest is 'sc_mis_topp'"):
+  message = r"arm is 'sc_miss_topp'; expected one of grpo, tis, .*; did you mean 'sc_mis_topp'\?$"
+  with pytest.raises(ValueError, match=message):
     arm('sc_miss_topp')
+  with pytest.raises(ValueError, match=r'one of grpo, .*, sc_mis_topp$'):
+    arm('xyzzy')
