@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -183,7 +183,6 @@ async def evaluate(
   split: str = 'heldout',
   subsets: Sequence[str] = (),
   reruns: int = 2,
-  on_sample: Callable[[], None] | None = None,
 ) -> EvalResult:
   """Samples every task of `split` and scores it.
 
@@ -197,7 +196,6 @@ async def evaluate(
     split: the split that is sampled.
     subsets: further splits of the task, each scored from the same samples.
     reruns: how many times what the environment or the sampler broke is run again.
-    on_sample: called once per scored sample, for a progress bar.
 
   Raises:
     ValueError: the split is empty, a subset holds a task that the split doesn't, or the weights
@@ -207,7 +205,7 @@ async def evaluate(
     raise ValueError(f'samples is {samples}, reruns {reruns}; expected at least 1 and at least 0')
   ids = task_ids(task, split)
   rows = {name: subset_rows(ids, task_ids(task, name), name, split) for name in subsets}
-  tally = _Tally(len(ids), samples, on_sample)
+  tally = _Tally(len(ids), samples)
   for attempt in range(reruns + 1):
     waiting = iter(tally.unscored())
 
@@ -275,14 +273,13 @@ def subset_rows(
 class _Tally:
   """What has been scored so far."""
 
-  def __init__(self, tasks: int, samples: int, on_sample: Callable[[], None] | None) -> None:
+  def __init__(self, tasks: int, samples: int) -> None:
     self.rewards = np.full((tasks, samples), np.nan)
     self.tokens = np.zeros((tasks, samples), np.int64)
     self.ends: collections.Counter[str] = collections.Counter()
     self.failures: collections.Counter[str] = collections.Counter()
     self.errors: list[str] = []
     self._versions: set[int] = set()
-    self._on_sample = on_sample
 
   def unscored(self) -> list[tuple[int, int]]:
     return [(int(i), int(j)) for i, j in np.argwhere(np.isnan(self.rewards))]
@@ -297,8 +294,6 @@ class _Tally:
     self.rewards[index, sample] = trajectory.reward
     self.tokens[index, sample] = trajectory.num_sampled
     self._versions.update(span.version for turn in trajectory.turns for span in turn.spans)
-    if self._on_sample is not None:
-      self._on_sample()
 
   def version(self, sampler: Sampler) -> int:
     """Returns the one version that drew everything, or the served one where nothing was drawn."""

@@ -3,13 +3,12 @@
 Records and pure functions: nothing here starts a process or holds a connection.
 """
 
-from mimo.fleet.cost import billed_usd, modelled_usd, total_usd, usd_per_turn
-from mimo.fleet.pools import LIST_PRICES_USD_PER_GPU_HOUR, PRICE_SOURCE, Pool, list_price
+from mimo.fleet.cost import billed_usd, modelled_usd, usd_per_turn
+from mimo.fleet.pools import LIST_PRICES_USD_PER_GPU_HOUR, Pool, list_price
 from mimo.fleet.routing import fixed, least_loaded, table
 
 __all__ = [
   'LIST_PRICES_USD_PER_GPU_HOUR',
-  'PRICE_SOURCE',
   'Pool',
   'billed_usd',
   'fixed',
@@ -17,6 +16,5 @@ __all__ = [
   'list_price',
   'modelled_usd',
   'table',
-  'total_usd',
   'usd_per_turn',
 ]

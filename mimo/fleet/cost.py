@@ -5,7 +5,7 @@
   billed       = sum over pools of replica_secs / 3600 * replica_usd_per_hour
 
 Prices and session counts alone say nothing of a saving: where a pool states no throughput, its
-modelled cost is None, and so is every total that needs it.
+modelled cost is None.
 """
 
 from __future__ import annotations
@@ -62,16 +62,6 @@ def billed_usd(pools: Sequence[Pool], replica_secs: Mapping[str, float]) -> dict
     pool.name: replica_secs.get(pool.name, 0.0) / _SECS_PER_HOUR * pool.replica_usd_per_hour
     for pool in pools
   }
-
-
-def total_usd(costs: Iterable[float | None]) -> float | None:
-  """Returns the sum, or None when a part is None: a sum of some pools would read as a saving."""
-  total = 0.0
-  for cost in costs:
-    if cost is None:
-      return None
-    total += cost
-  return total
 
 
 def _check_names(pools: Sequence[Pool], names: Iterable[str]) -> None:

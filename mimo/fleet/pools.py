@@ -10,9 +10,8 @@ from collections.abc import Mapping
 
 from mimo.types import Source
 
-PRICE_SOURCE = 'list prices'
-
-# What one GPU costs in an hour, on demand, as stated by `PRICE_SOURCE`; A100 is the 80 GB part.
+# List prices of renting one GPU on demand, before any discount: what a pool is priced at unless its
+# owner states another `usd_per_gpu_hour`. A100 is the 80 GB part.
 LIST_PRICES_USD_PER_GPU_HOUR: Mapping[str, float] = types.MappingProxyType(
   {
     'B300': 7.10,

@@ -30,14 +30,12 @@ def test_an_update_sums_turns_times_price():
   assert list(costs) == ['a', 'b']
   assert costs['a'] == pytest.approx(0.80)
   assert costs['b'] == pytest.approx(1.50)
-  assert cost.total_usd(costs.values()) == pytest.approx(2.30)
 
 
 def test_no_figure_without_a_stated_throughput():
   assert cost.usd_per_turn(UNSTATED) is None
   costs = cost.modelled_usd([A, UNSTATED], {'a': 100, 'c': 1})
   assert costs['c'] is None
-  assert cost.total_usd(costs.values()) is None
   # A pool that sampled nothing cost nothing, whatever its throughput.
   assert cost.modelled_usd([A, UNSTATED], {'a': 100}) == {'a': pytest.approx(0.8), 'c': 0.0}
 

