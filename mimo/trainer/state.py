@@ -1,8 +1,8 @@
 """What the trainer is told and what it keeps: settings, the optimiser, the state.
 
-AdamW (Loshchilov and Hutter, 2019) as the reference study ran it: b1 0.9, b2 0.98, decay 0.1, a
-constant learning rate, here after an optional linear warm-up. Weight decay acts on matrices, the
-embedding included, and not on the scales of norms.
+AdamW (Loshchilov and Hutter, 2019), as the reference study (see docs/objective.md) ran it: b1 0.9,
+b2 0.98, decay 0.1, a constant learning rate, here after an optional linear warm-up. Weight decay
+acts on matrices, the embedding included, and not on the scales of norms.
 """
 
 from __future__ import annotations
