@@ -15,7 +15,7 @@ from ml_collections import config_dict
 
 from mimo import fleet
 from mimo.evaluation import evaluate as evaluation
-from mimo.experiments import factories, settings
+from mimo.experiments import factories, servers, settings
 from mimo.experiments.learner import Learner
 from mimo.experiments.workdir import Workdir
 from mimo.rollouts.asynchronous import AsyncLimits, AsyncRollouts
@@ -244,6 +244,7 @@ class Run:
       self.progress.note(f'lost: {error}')
     speed = {names.SAMPLER_SPEED: stats.sampled_tokens_per_sec}
     scalars = scalars | of_batch | of_sampling | costs | speed
+    scalars |= servers.replica_metrics(self.samplers)
     self.writer.scalars(step, scalars)
     self.writer.histograms(step, histograms | more)
     self.writer.flush()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from mimo import fleet
 from mimo.models.config import ModelConfig
-from mimo.samplers.base import SamplerContract
+from mimo.samplers.base import Sampler, SamplerContract
 from mimo.samplers.vllm.client import ClientLimits, VllmClient
 from mimo.samplers.vllm.launch import (
   NVFP4_EMULATION,
@@ -167,3 +167,25 @@ class Servers:
         f'{self._gpus[pool.name].stop} for it and the pools before it'
       )
     return {'CUDA_VISIBLE_DEVICES': ','.join(names[gpu] for gpu in self._gpus[pool.name])}
+
+
+def replica_metrics(samplers: Sequence[Sampler]) -> dict[str, float]:
+  """Returns how the servers among samplers are, as scalars `replica/<pool>/...`."""
+  scalars: dict[str, float] = {}
+  for sampler in samplers:
+    if isinstance(sampler, VllmSampler):
+      report = sampler.report()
+      stated = {
+        'serving': report.state == 'serving',
+        'version': -1 if report.version is None else report.version.number,
+        'in_flight': report.in_flight,
+        'running': report.running,
+        'waiting': report.waiting,
+        'starts': report.starts,
+        'activations': report.activations,
+        'failures': sum(report.failures.values()),
+        'turns_failed': sum(sampler.failures.values()),
+      }
+      pool = sampler.contract.source.pool
+      scalars |= {f'replica/{pool}/{name}': float(value) for name, value in stated.items()}
+  return scalars

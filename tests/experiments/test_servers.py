@@ -80,6 +80,15 @@ def test_a_server_on_cores(installed, tmp_path, tiny_policy, monkeypatch) -> Non
   assert (contract.logprob_mode, contract.logits_dtype) == ('processed', 'float32')
 
 
+def test_what_a_server_says_of_itself_becomes_scalars(installed, tmp_path, tiny_policy) -> None:
+  pools = factories.make_pools(_config('mixed_vllm.py'))
+  sampler = _servers(tmp_path, pools, tiny_policy).sampler(pools[0])
+  scalars = servers.replica_metrics([sampler])
+  assert scalars['replica/cpu_bf16/serving'] == 0.0
+  assert scalars['replica/cpu_bf16/version'] == -1.0
+  assert scalars['replica/cpu_bf16/starts'] == 0.0
+
+
 def test_servers_on_gpus_share_none(installed, tmp_path, tiny_policy, monkeypatch) -> None:
   config = _config('mixed_vllm_gpu.py')
   config.pools.h100_fp8.accelerator = '2xH100'

@@ -77,6 +77,7 @@ def test_training_goes_on_from_three_servers_while_one_is_killed(tmp_path) -> No
   for pool in _POOLS:
     kls = [record[f'source/{pool}/kl'] for record in records if f'source/{pool}/kl' in record]
     assert kls and max(kls) < bounds[pool], (pool, kls)
+  assert all(records[-1][f'replica/{pool}/activations'] >= 1 for pool in _POOLS)
   # The server that was killed, and the one in its place that ended with the run.
   log = (workdir / 'servers' / 'cpu_fp8' / 'server.log').read_text()
   assert log.count('\n-- ') == 2, log
