@@ -2,8 +2,9 @@
 
 A name is a path: `train/...` is the objective and the optimizer over all tokens,
 `source/<pool>/...` the same of one pool's tokens, `rollout/...` the episodes trained on,
-`sampling/...` all sampling since the previous batch, what was lost included, `replica/<pool>/...` how
-a pool's server is, `eval/<split>/...` an evaluation, `speed/...` throughput, `cost/...` the ledger.
+`sampling/...` all sampling since the previous batch, what was lost included, `replica/<pool>/...`
+how a pool's server is, `eval/<split>/...` an evaluation, `speed/...` throughput, `cost/...` the
+ledger.
 """
 
 from __future__ import annotations
