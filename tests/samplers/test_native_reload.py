@@ -60,8 +60,8 @@ def test_the_second_load_of_a_view_is_a_cold_load(format, square, weights, sampl
       tensors,
       format,
       tokenizer_files={},
-      # Of each version's own, so that the other's would show.
-      input_scales=dict.fromkeys(names, 100.0 * version.number),
+      # Of each version's own, and no power of two apart: the other's would show.
+      input_scales=dict.fromkeys(names, 63.0 + 37.0 * version.number),
     )
 
   def sampler():
