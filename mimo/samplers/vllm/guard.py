@@ -21,6 +21,7 @@ import sys
 import time
 
 GRACE_SECS = 2.0  # between asking and killing
+TRACKER_SECS = 2.0  # more, for what frees shared memory
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -81,15 +82,27 @@ def _reap() -> None:
 
 
 def end_descendants(grace_secs: float) -> None:
-  """Asks all to end, then kills what is left, until there is none."""
+  """Asks all to end, then kills what is left, until there is none.
+
+  Python's trackers of shared memory go last: they free what the others leave, and then end.
+  """
   _signal_all(_descendants(), signal.SIGTERM)
   deadline = time.monotonic() + grace_secs
-  while _descendants():
+  while left := _descendants():
     _reap()
-    if time.monotonic() > deadline:
-      _signal_all(_descendants(), signal.SIGKILL)
+    late = time.monotonic() - deadline
+    if late > 0:
+      spared = [] if late > TRACKER_SECS else [pid for pid in left if _is_tracker(pid)]
+      _signal_all([pid for pid in left if pid not in spared], signal.SIGKILL)
     time.sleep(0.02)
   _reap()
+
+
+def _is_tracker(pid: int) -> bool:
+  try:
+    return b'multiprocessing.resource_tracker' in pathlib.Path(f'/proc/{pid}/cmdline').read_bytes()
+  except OSError:
+    return False
 
 
 def run(alive: int, log: BoundedLog, command: list[str]) -> int:

@@ -100,7 +100,7 @@ class ServerProcess:
       os.close(self._alive)
       self._alive = None
     try:
-      async with asyncio.timeout(2 * guard.GRACE_SECS):
+      async with asyncio.timeout(2 * (guard.GRACE_SECS + guard.TRACKER_SECS)):
         await self._process.wait()
     except TimeoutError:
       with contextlib.suppress(ProcessLookupError):

@@ -127,6 +127,30 @@ def test_nothing_outlives_the_run(tmp_path, name: str) -> None:
   assert not _left(pids, 20.0)
 
 
+def test_shared_memory_of_a_killed_server_is_freed(tmp_path) -> None:
+  code = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+from multiprocessing import shared_memory
+shared = shared_memory.SharedMemory(create=True, size=4096)
+print('pids', os.getpid(), flush=True)
+print('shared', shared.name, flush=True)
+time.sleep(600)
+"""
+
+  async def main():
+    server = await _start(tmp_path / 'log', code)
+    await asyncio.to_thread(_pids, tmp_path / 'log')
+    while 'shared ' not in (text := (tmp_path / 'log').read_text()):
+      await asyncio.sleep(0.05)
+    path = pathlib.Path('/dev/shm') / text.split('shared ')[1].split()[0]
+    assert path.exists()
+    await server.stop()
+    return path
+
+  assert not asyncio.run(main()).exists()
+
+
 def test_a_killed_guard_takes_the_server_along(tmp_path) -> None:
   async def main():
     server = await _start(tmp_path / 'log', _STUBBORN, '600')
