@@ -75,9 +75,7 @@ def _client() -> str:
 
 
 def _misfits() -> str:
-  from vllm.platforms import current_platform
-
-  if not current_platform.is_cpu():
+  if not internals.runs_on_cpu():
     return 'vLLM runs on a GPU'
   for name in _MISFITS:
     if importlib.util.find_spec(name) is None:

@@ -12,18 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mimo.models.config import ModelConfig
-from mimo.models.decoder import forward, head_matrix, init
-from mimo.models.table import named_tensors
+from mimo.models.decoder import forward, head_matrix
 from mimo.samplers.vllm import internals
 from mimo.samplers.vllm.launch import (
   PATCHES_VARIABLE,
   ServerSettings,
   server_environment,
 )
-from mimo.weights.calibration import calibrate
 from mimo.weights.huggingface import TensorReader, write_tensors
-from mimo.weights.views import read_view, write_view
+from mimo.weights.views import read_view
 
 VOCAB = 512
 FORMATS = {'bf16': (), 'fp8_channel': (), 'nvfp4_w4a4': ('nvfp4_emulation',)}
@@ -69,68 +66,8 @@ def test_contract():
   """All that mimo relies on is there; and a name that is not there would be found out."""
   internals.check_version(internals.vllm_version())
   internals.check_internals()
-  assert not internals._resolves('vllm.sampling_params:SamplingParams.no_such_field')
-  assert not internals._resolves('vllm.no_such_module:Thing')
-
-
-@pytest.fixture(scope='module')
-def config():
-  return ModelConfig.from_hf(
-    {
-      'model_type': 'qwen3',
-      'architectures': ['Qwen3ForCausalLM'],
-      'vocab_size': VOCAB,
-      'hidden_size': 64,
-      'intermediate_size': 128,
-      'num_hidden_layers': 2,
-      'num_attention_heads': 4,
-      'num_key_value_heads': 2,
-      'head_dim': 32,
-      'rms_norm_eps': 1e-6,
-      'rope_theta': 1e4,
-      'tie_word_embeddings': True,
-      'max_position_embeddings': 512,
-      'hidden_act': 'silu',
-      'attention_bias': False,
-    }
-  )
-
-
-def _params(config, seed):
-  """Norm weights as a trained model's: all ones leave many values exactly between two codes."""
-  leaves, structure = jax.tree.flatten_with_path(init(config, jax.random.key(seed)))
-  keys = jax.random.split(jax.random.key(100 + seed), len(leaves))
-  out = []
-  for key, (path, x) in zip(keys, leaves, strict=True):
-    name = jax.tree_util.keystr(path)
-    if 'norm' in name:
-      x = x * jnp.exp(0.3 * jax.random.normal(key, x.shape))
-    elif 'embed' in name:
-      x = x * 8.0  # neither a flat distribution nor a point
-    out.append(x)
-  return jax.tree.unflatten(structure, out)
-
-
-@pytest.fixture(scope='module')
-def views(config, tmp_path_factory):
-  """(format, seed) -> view directory, for seeds 0 and 1."""
-  root = tmp_path_factory.mktemp('views')
-  sequences = np.random.default_rng(1).integers(0, VOCAB, (8, 48), dtype=np.int32)
-  scales = calibrate(config, _params(config, 0), list(sequences))
-  found = {}
-  for seed in (0, 1):
-    snapshot = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _params(config, seed))
-    for name in FORMATS:
-      found[name, seed] = root / f'{name}_{seed}'
-      write_view(
-        found[name, seed],
-        config,
-        named_tensors(config, snapshot),
-        name,
-        tokenizer_files={},
-        input_scales=scales if name == 'nvfp4_w4a4' else None,
-      )
-  return found
+  assert not internals.resolves('vllm.sampling_params:SamplingParams.no_such_field')
+  assert not internals.resolves('vllm.no_such_module:Thing')
 
 
 def _bad_views(view, root):
@@ -232,3 +169,39 @@ def test_format_against_the_native_arithmetic_and_across_reloads(name, views, tm
   missing, more = facts['failures']
   assert 'LoadError' in missing and 'qkv_proj' in missing
   assert 'x_proj' in more
+
+
+def _write_moe(directory, seed):
+  """A mixture of experts by another writer: the models of mimo are dense."""
+  import torch
+  import transformers
+
+  torch.manual_seed(seed)
+  config = transformers.Qwen3MoeConfig(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=128,
+    moe_intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    num_experts=4,
+    num_experts_per_tok=2,
+    norm_topk_prob=True,
+    max_position_embeddings=256,
+    initializer_range=0.2,
+  )
+  transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+
+
+@pytest.mark.vllm
+def test_a_mixture_of_experts_reloads_as_a_cold_start(tmp_path):
+  for seed in (0, 1):
+    _write_moe(tmp_path / f'moe{seed}', seed)
+  patches = ('moe_reload',)
+  out, facts = _run_child(tmp_path / 'moe0', tmp_path / 'moe1', [], patches, tmp_path)
+  _assert_same(_select(out, 'reloaded'), _select(out, 'cold_first'))
+  _assert_same(_select(out, 'swapped'), _select(out, 'cold_second'))
+  _assert_same(_select(out, 'back'), _select(out, 'cold_first'))
+  assert facts['differ']
