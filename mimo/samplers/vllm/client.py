@@ -120,7 +120,7 @@ class VllmClient:
       ValueError: aiohttp is not installed, or the process may not open that many connections.
     """
     self._aiohttp = _load_aiohttp()
-    _allow_files(max_connections)
+    allow_files(max_connections)
     self._url = url.rstrip('/')
     self._limits = limits
     self._packed = packed
@@ -359,7 +359,7 @@ def _said(error: BaseException) -> str:
   return f': {type(error).__name__}: {error}' if str(error) else f': {type(error).__name__}'
 
 
-def _allow_files(count: int) -> None:
+def allow_files(count: int) -> None:
   """Lets this process open so many files more; many systems allow it but do not begin so."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   needed = len(os.listdir('/proc/self/fd')) + count + _SPARE_FILES

@@ -16,8 +16,11 @@ import numpy as np
 from aiohttp import web
 
 from mimo.samplers.vllm import messages, wire
+from mimo.samplers.vllm.client import allow_files
 from mimo.samplers.vllm.messages import Activation, Failure, Outcome, Status
 from mimo.types import Candidates, FinishReason, TurnSample, Version, VersionSpan
+
+_MAX_CONNECTIONS = 2048
 
 
 class ScriptedTurn:
@@ -216,6 +219,7 @@ async def _serve(port: int, secs: float) -> None:
 def main() -> None:
   """Reads the arguments and serves until it is ended."""
   port, *secs = sys.argv[1:]
+  allow_files(_MAX_CONNECTIONS)
   asyncio.run(_serve(int(port), float(secs[0]) if secs else 0.0))
 
 

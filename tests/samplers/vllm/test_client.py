@@ -343,12 +343,12 @@ def test_a_process_is_allowed_the_files_that_connections_take(monkeypatch) -> No
   allowed = []
   monkeypatch.setattr(resource, 'setrlimit', lambda _, limits: allowed.append(limits))
   monkeypatch.setattr(resource, 'getrlimit', lambda _: (1024, 4096))
-  http._allow_files(100)
+  http.allow_files(100)
   assert not allowed
-  http._allow_files(2000)
+  http.allow_files(2000)
   assert 2000 < allowed[0][0] < 4096 == allowed[0][1]
   with pytest.raises(ValueError, match=r'5000 connections need .* open files'):
-    http._allow_files(5000)
+    http.allow_files(5000)
 
 
 def test_limits_that_find_nothing_are_refused() -> None:
