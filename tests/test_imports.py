@@ -112,6 +112,14 @@ def test_rooms_are_kept_apart(path: pathlib.Path) -> None:
   assert not _complaints(_module_name(path), _imports(ast.parse(path.read_text())))
 
 
+def test_one_place_touches_vllm() -> None:
+  for path in _FILES:
+    module = _module_name(path)
+    if not module.startswith('mimo.samplers.vllm.internals'):
+      imported = {name.split('.')[0] for name in _imports(ast.parse(path.read_text()))}
+      assert 'vllm' not in imported, f'{module} imports vllm; only samplers/vllm/internals may'
+
+
 def test_every_room_has_a_rule() -> None:
   rooms = {path.name for path in _ROOT.iterdir() if (path / '__init__.py').exists()}
   assert rooms - {'experiments'} == set(_MAY_IMPORT) - {'types'}
