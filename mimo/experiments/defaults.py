@@ -51,7 +51,7 @@ def base(arm: str) -> config_dict.ConfigDict:
         'rows': 8,
         'row_tokens': 160,
         'row_trained_tokens': 80,
-        'head_chunk_tokens': 1024,
+        'head_chunk_tokens': 512,
         'mesh': {'data': 1, 'fsdp': 1, 'tensor': 1},
       },
       'pools': {},

@@ -47,7 +47,7 @@ class TrainerConfig:
   max_grad_norm: float = 0.0
   warmup_updates: int = 0
   temperature: float = 1.0
-  head_chunk_tokens: int = 1024
+  head_chunk_tokens: int = 512
   compute_dtype: str = 'float32'
   remat: bool = False
 

@@ -21,17 +21,23 @@ _ROOT = pathlib.Path(__file__).parents[2]
 
 # Dies by SIGKILL, or is sent SIGTERM, where the update named by argv[3] has been recorded: at that
 # point its weights are published and written about, and its checkpoint is not yet saved. Of update
-# 0, where its publication begins and nothing has been sampled.
+# 0, where its publication begins and nothing has been sampled. With argv[5] 'save', right after its
+# checkpoint has begun to be saved.
 _INTERRUPTED = """
 import json, os, signal, sys
 from ml_collections import config_dict
 from mimo.experiments import run, train
 
-record, publish = run.Run.record, run.Run.publish
+record, publish, save = run.Run.record, run.Run.publish, run.Run.save
 
 def recording(self, step, *rest):
   record(self, step, *rest)
-  if step == int(sys.argv[3]):
+  if step == int(sys.argv[3]) and sys.argv[5] == 'record':
+    os.kill(os.getpid(), getattr(signal, sys.argv[4]))
+
+def saving(self, update):
+  save(self, update)
+  if update == int(sys.argv[3]) and sys.argv[5] == 'save':
     os.kill(os.getpid(), getattr(signal, sys.argv[4]))
 
 async def publishing(self, update):
@@ -39,14 +45,17 @@ async def publishing(self, update):
     os.kill(os.getpid(), getattr(signal, sys.argv[4]))
   return await publish(self, update)
 
-run.Run.record, run.Run.publish = recording, publishing
+run.Run.record, run.Run.publish, run.Run.save = recording, publishing, saving
 train.train(config_dict.ConfigDict(json.loads(sys.argv[1])), sys.argv[2])
 """
 
 
-def _interrupt(config, directory, step: int, name: str) -> subprocess.CompletedProcess[str]:
+def _interrupt(
+  config, directory: str, step: int, name: str, *, at: str = 'record'
+) -> subprocess.CompletedProcess[str]:
+  arguments = [json.dumps(config.to_dict()), directory, str(step), name, at]
   return subprocess.run(
-    [sys.executable, '-c', _INTERRUPTED, json.dumps(config.to_dict()), directory, str(step), name],
+    [sys.executable, '-c', _INTERRUPTED, *arguments],
     capture_output=True,
     text=True,
     cwd=_ROOT,
@@ -98,6 +107,24 @@ def test_sigterm_before_anything_is_saved_leaves_quietly(tiny_config, tmp_path) 
   assert (stopped.returncode, stopped.stderr) == (0, '')
   assert 'stopped after 0 of 4 updates' in stopped.stdout
   assert not (tmp_path / 'run' / 'report.html').exists()
+
+
+def test_an_async_run_killed_while_it_saves_loses_no_prompt(tiny_config, tmp_path) -> None:
+  with tiny_config.unlocked():
+    tiny_config.rollouts.schedule = 'async'
+  directory = tmp_path / 'run'
+  killed = _interrupt(tiny_config, str(directory), 2, 'SIGKILL', at='save')
+  assert killed.returncode == -signal.SIGKILL, killed.stderr
+  train.train(tiny_config, str(directory))
+  # The save of update 2 was under way; whether it was complete or not, its state is one of the two.
+  starts = (directory / 'starts').read_text().split()
+  assert starts in (['0', '0'], ['0', '2'])
+  meta = json.loads(next((directory / 'checkpoints' / '4' / 'meta').rglob('metadata')).read_text())
+  cursor = meta['rollouts']['cursor']
+  # Prompts handed out are trained on, once, or still out; none here was dropped.
+  assert cursor['next'] - len(cursor['outstanding']) == 4 * 2
+  assert 'groups_dropped' not in meta['rollouts']['totals']
+  assert [r['step'] for r in _records(directory) if 'rollout/reward' in r] == [1, 2, 3, 4]
 
 
 def test_async_run_publishes_evaluates_and_books(tiny_config, tmp_path, capsys) -> None:
