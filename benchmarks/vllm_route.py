@@ -210,10 +210,9 @@ async def run(url: str, activation: Activation, options: argparse.Namespace, gro
   async with aiohttp.ClientSession(
     connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(600)
   ) as client:
-    for repeat in range(options.repeats + 1):  # all routes in each: a busy machine is so to all
+    for _ in range(options.repeats + 1):  # all routes in each: a busy machine is so to all
       for tally in found.values():
-        if repeat <= 1 or tally.rate > 1000:  # the slow ones need no more
-          await tally.round(client, options.requests, group)
+        await tally.round(client, options.requests, group)
   print('| route | tokens/s | bytes/token | client CPU, us/token | server CPU, us/token |')
   print('|---|---|---|---|---|')
   for name, tally in found.items():
