@@ -33,5 +33,6 @@ def test_refuses(fields, message):
 
 
 def test_accepts_the_ends():
-  Correction(importance='masked', low=0.0, high=0.0)
-  Correction(importance='truncated', low=1.0, high=1.0)
+  masked = Correction(importance='masked', low=0.0, high=0.0)
+  truncated = Correction(importance='truncated', low=1.0, high=1.0)
+  assert (masked.low, masked.high, truncated.low, truncated.high) == (0.0, 0.0, 1.0, 1.0)

@@ -94,7 +94,7 @@ def test_work_that_came_after_a_long_idle_time_is_not_hung() -> None:
   async def use(client, watch, later):
     await later(500.0)
     client.in_flight = 1
-    await later(5.0)
+    assert await later(5.0) is not None
 
   _watch(use)
 
