@@ -18,6 +18,7 @@ from mimo.models import activations, layers
 from mimo.models.activations import ActivationQuant
 from mimo.models.attention import Attention, Context, KVCache
 from mimo.models.config import ModelConfig
+from mimo.models.parallel import Parallel, constrain, lookup
 from mimo.models.table import nest
 
 _EMBEDDING_STD = 0.02
@@ -31,6 +32,7 @@ class _Block(nn.Module):
   dtype: Any
   quant_kind: str | None
   kv_quant: str | None
+  parallel: Parallel | None
 
   def setup(self) -> None:
     c = self.config
@@ -46,8 +48,8 @@ class _Block(nn.Module):
     # The cache is carried and not scanned over: a scan would copy each layer's part twice.
     state = None if cache is None else (cache, layer)
     y, cache = self.attention(self.mixer_norm(x), context, state)
-    x = x + y
-    x = x + self.mlp(self.mlp_norm(x))
+    x = constrain(self.parallel, x + y, 'rows', 'context', None)
+    x = constrain(self.parallel, x + self.mlp(self.mlp_norm(x)), 'rows', 'context', None)
     return (x, cache), None
 
 
@@ -57,6 +59,7 @@ class _Decoder(nn.Module):
   remat: bool = False
   quant_kind: str | None = None
   kv_quant: str | None = None
+  parallel: Parallel | None = None
 
   @nn.compact
   def __call__(
@@ -68,7 +71,8 @@ class _Decoder(nn.Module):
     embedding = _Leaf('embedding', init, shape, name='embed')()
     if not c.tie_embeddings:
       _Leaf('kernel', init, shape[::-1], name='head')()
-    x = jnp.asarray(embedding)[tokens].astype(self.dtype)
+    x = lookup(self.parallel, jnp.asarray(embedding), tokens).astype(self.dtype)
+    x = constrain(self.parallel, x, 'rows', 'context', None)
     # A token that is absent enters as zeros, and without biases stays zero through every layer.
     x = jnp.where(present[..., None], x, 0)
     block = nn.remat(_Block, prevent_cse=False) if self.remat else _Block
@@ -78,7 +82,7 @@ class _Decoder(nn.Module):
       split_rngs={'params': True},
       in_axes=(0, nn.broadcast),
       length=c.num_layers,
-    )(c, self.dtype, self.quant_kind, self.kv_quant, name='layers')
+    )(c, self.dtype, self.quant_kind, self.kv_quant, self.parallel, name='layers')
     (x, cache), _ = stack((x, cache), jnp.arange(c.num_layers), context)
     return layers.RMSNorm(c.rms_norm_eps, self.dtype, name='final_norm')(x), cache
 
@@ -117,6 +121,7 @@ def forward(
   dtype: Any = jnp.float32,
   remat: bool = False,
   activation_quant: ActivationQuant | None = None,
+  parallel: Parallel | None = None,
 ) -> jax.Array:
   """Runs whole rows, each of which may hold several sequences.
 
@@ -132,13 +137,14 @@ def forward(
     dtype: of the computation; norms, scores and their softmax are float32.
     remat: whether the backward pass recomputes each block.
     activation_quant: how inputs of projections are rounded.
+    parallel: the mesh that the arrays live on; static under jit. None is one device.
 
   Returns:
     [B, T, D] `dtype`, after the final norm.
   """
   chex.assert_rank([tokens, segment_ids, positions], 2)
   chex.assert_equal_shape([tokens, segment_ids, positions])
-  model = _Decoder(config, dtype, remat, _kind(activation_quant))
+  model = _Decoder(config, dtype, remat, _kind(activation_quant), parallel=parallel)
   context = _full_context(config, segment_ids, positions)
   variables = _variables(params, activation_quant)
   return model.apply(variables, tokens, segment_ids > 0, context, None)[0]
