@@ -19,6 +19,9 @@ from mimo.types import Group, PromptRef, Trajectory
 # A group teaches nothing with fewer members: its mean is its only reward.
 MIN_MEMBERS = 2
 
+# The number of an attempt -> its replica, or None where the least-loaded takes it.
+Place = Callable[[int], int | None]
+
 _T = TypeVar('_T')
 
 
@@ -69,12 +72,20 @@ class GroupRunner:
     Raises:
       RolloutError: as many groups as a batch holds were dropped one after another.
     """
+
+    def place(member: int) -> Place:
+      return _anywhere if replica is None else lambda _: replica(member)
+
     members = range(self._settings.members)
-    results = await together(self._member(prompt, m, key(m), replica) for m in members)
+    results = await together(self.member(prompt, m, key(m), place(m)) for m in members)
+    return self.finish(prompt, results)
+
+  def finish(self, prompt: PromptRef, results: Sequence[Trajectory | None]) -> Group | None:
+    """Returns the group of its members' results; see `run`."""
     scored = tuple(trajectory for trajectory in results if trajectory is not None)
     if len(scored) >= MIN_MEMBERS:
       self._dropped_in_a_row = 0
-      return Group(prompt, scored, len(members))
+      return Group(prompt, scored, self._settings.members)
     self._tally.count('groups_dropped')
     self._dropped_in_a_row += 1
     if self._dropped_in_a_row >= max(self._settings.groups, 4):
@@ -85,17 +96,24 @@ class GroupRunner:
       )
     return None
 
-  async def _member(
-    self,
-    prompt: PromptRef,
-    member: int,
-    key: np.ndarray,
-    place: Callable[[int], int] | None,
+  async def member(
+    self, prompt: PromptRef, member: int, key: np.ndarray, place: Place
   ) -> Trajectory | None:
-    """Returns a scored trajectory, or None, counted, when every attempt was lost."""
+    """Samples one member, again where an attempt of it was lost.
+
+    Args:
+      prompt: the task and group.
+      member: index in the group.
+      key: [2] uint32.
+      place: the replica of each attempt, by its number from 0.
+
+    Returns:
+      A scored trajectory, or None, counted, when every attempt was lost.
+    """
     settings, failed = self._settings, set[int]()
     for number in range(1 + settings.retries):
-      replica = await self.seats.take(self._allowed(failed) if place is None else {place(member)})
+      fixed = place(number)
+      replica = await self.seats.take(self._allowed(failed) if fixed is None else {fixed})
       try:
         spec = EpisodeSpec(
           session=f'{settings.incarnation}/{prompt.group}/{member}/{number}',
@@ -120,3 +138,7 @@ class GroupRunner:
     """Replicas that have not lost this member yet, or all where each has."""
     everyone = range(len(self._samplers))
     return [r for r in everyone if r not in failed] or everyone
+
+
+def _anywhere(number: int) -> None:
+  """A `Place`: the least-loaded replica takes every attempt."""
