@@ -29,8 +29,9 @@ from mimo.models.table import (
   hf_params,
   named_tensors,
 )
-from mimo.weights.tensors import SHARD_BYTES, TensorReader, read_json, write_tensors
+from mimo.weights.shards import SHARD_BYTES, write_tensors
 from mimo.weights.tensors import SINGLE as SINGLE
+from mimo.weights.tensors import TensorReader, read_json
 
 CONFIG = 'config.json'
 

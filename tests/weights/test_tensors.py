@@ -1,5 +1,4 @@
 import json
-import pathlib
 import struct
 
 import ml_dtypes
@@ -7,7 +6,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from mimo.weights import tensors
+from mimo.weights import shards, tensors
 
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 RNG = np.random.default_rng(0)
@@ -23,17 +22,17 @@ ARRAYS = {
 
 @pytest.fixture
 def single(tmp_path):
-  tensors.write_tensors(tmp_path, ARRAYS.items())
+  shards.write_tensors(tmp_path, ARRAYS.items())
   return tmp_path
 
 
 @pytest.fixture
 def sharded(tmp_path):
-  tensors.write_tensors(tmp_path, ARRAYS.items(), shard_bytes=40)
+  shards.write_tensors(tmp_path, ARRAYS.items(), shard_bytes=40)
   return tmp_path
 
 
-def shards(directory):
+def files_of(directory):
   return sorted(directory.glob('*.safetensors'))
 
 
@@ -69,37 +68,6 @@ def test_the_file_is_a_safetensors_file(single):
   }
 
 
-def test_shards_and_index(sharded):
-  files = shards(sharded)
-  assert [f.name for f in files] == [f'model-0000{i}-of-00003.safetensors' for i in (1, 2, 3)]
-  index = json.loads((sharded / 'model.safetensors.index.json').read_text())
-  assert index['metadata']['total_size'] == 24 + 40 + 14 + 3 + 4
-  held = [{name for name, _ in safetensors.deserialize(f.read_bytes())} for f in files]
-  assert held == [{'a'}, {'b'}, {'c', 'd', 'e', 'f'}]
-  assert index['weight_map'] == {
-    name: files[i].name for i, names in enumerate(held) for name in sorted(names)
-  }
-
-
-def test_a_tensor_above_the_limit_has_a_shard_of_its_own(tmp_path):
-  arrays = [(name, np.zeros(n, np.uint8)) for name, n in (('a', 10), ('b', 99), ('c', 10))]
-  tensors.write_tensors(tmp_path, arrays, shard_bytes=20)
-  assert [list(safetensors.numpy.load_file(f)) for f in shards(tmp_path)] == [['a'], ['b'], ['c']]
-
-
-def test_one_shard_is_held_at_most(tmp_path):
-  """By the time a tensor is asked for, those of earlier shards are on disk."""
-
-  def stream():
-    for i in range(6):
-      written = sum(f.stat().st_size >= 100 for f in pathlib.Path(tmp_path).iterdir())
-      assert written >= (i - 1) // 2
-      yield f't{i}', np.zeros(100, np.uint8)
-
-  tensors.write_tensors(tmp_path, stream(), shard_bytes=200)
-  assert len(shards(tmp_path)) == 3
-
-
 def test_unknown_names_are_key_errors(single):
   reader = tensors.TensorReader(single)
   assert 'a' in reader
@@ -121,7 +89,7 @@ def test_no_weights(tmp_path):
 
 
 def test_missing_shards_are_named_together(sharded):
-  files = shards(sharded)
+  files = files_of(sharded)
   files[0].unlink()
   files[2].unlink()
   refused(sharded, rf'{files[0].name} is missing; .*{files[2].name} is missing')
@@ -129,7 +97,7 @@ def test_missing_shards_are_named_together(sharded):
 
 @pytest.mark.parametrize('size', [0, 4, 50, -1])
 def test_truncated_shard(sharded, size):
-  file = shards(sharded)[1]
+  file = files_of(sharded)[1]
   file.write_bytes(file.read_bytes()[:size])
   refused(sharded, rf'{file.name} is corrupt')
 
@@ -185,6 +153,6 @@ def test_index_that_points_out_of_the_directory(sharded):
 def test_index_that_places_a_tensor_elsewhere(sharded):
   path = sharded / 'model.safetensors.index.json'
   index = json.loads(path.read_text())
-  index['weight_map']['a'] = shards(sharded)[1].name
+  index['weight_map']['a'] = files_of(sharded)[1].name
   path.write_text(json.dumps(index))
-  refused(sharded, rf'{shards(sharded)[1].name} lacks tensor a, which')
+  refused(sharded, rf'{files_of(sharded)[1].name} lacks tensor a, which')
