@@ -74,7 +74,7 @@ class Backlog:
     self._groups = groups
     self._cursor = cursor
     self._tally = tally
-    self._update_of = update_of
+    self.update_of = update_of
     self._max_staleness = limits.max_staleness_updates
     self._max_in_flight = max(1, math.floor(limits.in_flight_batches * groups))
     self._max_buffered = math.floor(limits.buffered_batches * groups)
@@ -178,10 +178,10 @@ class Backlog:
     parts: list[Ranges] = []
     for trajectory in group.trajectories:
       pool = trajectory.source.pool
-      ranges = versions.stale_ranges(trajectory, update, self._update_of)
+      ranges = versions.stale_ranges(trajectory, update, self.update_of)
       if ranges is None:
         self._tally.count('trajectories_abandoned')
-        unknown = set(trajectory.versions().tolist()) - set(self._update_of)
+        unknown = set(trajectory.versions().tolist()) - set(self.update_of)
         self._why_dropped[
           f'pool {pool}: drawn under publication {max(unknown)}, which is abandoned or unknown'
         ] += 1

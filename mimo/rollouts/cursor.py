@@ -65,6 +65,10 @@ class Cursor:
       raise ValueError(f'group {group} is not outstanding; expected one that was handed out')
     self._outstanding.remove(group)
 
+  def is_outstanding(self, group: int) -> bool:
+    """Returns whether a group was handed out and is neither trained on nor dropped."""
+    return group in self._outstanding
+
   def requeue(self, groups: Iterable[int]) -> None:
     """Hands outstanding groups out again before any other, lowest number first."""
     self._again = collections.deque(sorted({*self._again, *groups} & self._outstanding))

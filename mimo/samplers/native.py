@@ -52,6 +52,29 @@ class NativeStats:
   failures: dict[str, int]
 
 
+def native_contract(
+  source: Source, config: ModelConfig, settings: EngineSettings
+) -> SamplerContract:
+  """Returns what a sampler on a native engine states of itself.
+
+  Raises ValueError where the cache dtypes of `source` and `settings` differ.
+  """
+  if source.kv_cache_dtype != settings.kv_cache_dtype:
+    raise ValueError(
+      f'pool {source.pool}: kv_cache_dtype is {settings.kv_cache_dtype!r}; expected '
+      f"{source.kv_cache_dtype!r}, the pool's"
+    )
+  return SamplerContract(
+    source=source,
+    logprob_mode='processed',
+    logits_dtype='float32',
+    vocab_size=config.vocab_size,
+    max_tokens=settings.max_tokens,
+    prefix_cache=settings.prefix_cache,
+    max_sessions=settings.slots,
+  )
+
+
 class NativeSampler:
   """Implements `mimo.samplers.base.Sampler`.
 
@@ -87,20 +110,7 @@ class NativeSampler:
     Raises:
       ValueError: the cache dtypes of `source` and `settings` differ.
     """
-    if source.kv_cache_dtype != settings.kv_cache_dtype:
-      raise ValueError(
-        f'pool {source.pool}: kv_cache_dtype is {settings.kv_cache_dtype!r}; expected '
-        f"{source.kv_cache_dtype!r}, the pool's"
-      )
-    self._contract = SamplerContract(
-      source=source,
-      logprob_mode='processed',
-      logits_dtype='float32',
-      vocab_size=config.vocab_size,
-      max_tokens=settings.max_tokens,
-      prefix_cache=settings.prefix_cache,
-      max_sessions=settings.slots,
-    )
+    self._contract = native_contract(source, config, settings)
     self._follower = Follower(
       feed,
       read_view or functools.partial(read_view_directory, exact=emulate_activations),
