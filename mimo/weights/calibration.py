@@ -11,7 +11,7 @@ import numpy as np
 
 from mimo.models.config import ModelConfig
 from mimo.models.decoder import input_amax
-from mimo.models.table import hf_params
+from mimo.models.table import fuse_key, hf_params
 from mimo.weights import quantise
 
 
@@ -57,13 +57,10 @@ def calibrate(
 
 
 def _scales(config: ModelConfig, amax: Mapping[tuple[str, ...], np.ndarray]) -> dict[str, float]:
-  largest: dict[tuple[int | None, str], float] = {}
-  rows = [(name, row, layer) for name, row, layer in hf_params(config) if row.quantisable]
-  for name, row, layer in rows:
-    key = (layer, row.fuse_group or name)
-    value = float(amax[row.path] if layer is None else amax[row.path][layer])
-    largest[key] = max(value, largest.get(key, 0.0))
-  return {
-    name: float(quantise.global_scale(largest[layer, row.fuse_group or name]))
-    for name, row, layer in rows
-  }
+  largest: dict[Any, float] = {}
+  keys: dict[str, Any] = {}
+  for name, row, index in hf_params(config):
+    if row.quantisable:
+      key = keys[name] = fuse_key(row, index) or name
+      largest[key] = max(float(amax[row.path][index]), largest.get(key, 0.0))
+  return {name: float(quantise.global_scale(largest[key])) for name, key in keys.items()}

@@ -223,9 +223,8 @@ def _read_params(step: pathlib.Path, config: ModelConfig) -> dict[str, Any]:
     raise ValueError(f'{step}: its state has {sorted(stored)}; expected {PARAMS}')
   abstract = {}
   for row in table(config):
-    shape = (config.num_layers, *row.shape) if row.stacked else row.shape
-    _check_shape(step, stored[PARAMS], row.path, shape)
-    abstract[row.path] = jax.ShapeDtypeStruct(shape, np.float32)
+    _check_shape(step, stored[PARAMS], row.path, row.leaf_shape)
+    abstract[row.path] = jax.ShapeDtypeStruct(row.leaf_shape, np.float32)
   item = {PARAMS: nest(abstract)}
   how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.float32), item)
   with _unreadable(step):

@@ -73,6 +73,9 @@ class TableRow(Protocol):
   def in_dims(self) -> int: ...
 
   @property
+  def layers(self) -> tuple[int, ...] | None: ...
+
+  @property
   def quantisable(self) -> bool: ...
 
 
@@ -110,7 +113,7 @@ def check_block_scale(rule: str) -> None:
     raise ValueError(f'unknown block scale rule {rule!r}{_nearest(rule, BLOCK_SCALES)}')
 
 
-def ignored_modules(table: Iterable[TableRow], num_layers: int) -> list[str]:
+def ignored_modules(table: Iterable[TableRow]) -> list[str]:
   """Returns the linear modules that stay BF16, as their names in the checkpoint.
 
   The head is always among them, also where it is tied and has no tensor of its own. Embeddings and
@@ -122,8 +125,7 @@ def ignored_modules(table: Iterable[TableRow], num_layers: int) -> list[str]:
     if row.quantisable or not row.in_dims:
       continue
     module = row.hf_name.removesuffix('.weight')
-    layers = range(num_layers) if '{layer}' in module else range(1)
-    names += [module.replace('{layer}', str(layer)) for layer in layers]
+    names += [module.replace('{layer}', str(layer)) for layer in row.layers or (0,)]
   return list(dict.fromkeys(names))
 
 

@@ -9,6 +9,7 @@ the scales to the product, so nothing is rounded to bfloat16 between.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -21,7 +22,7 @@ import numpy as np
 
 from mimo.models.activations import ActivationQuant
 from mimo.models.config import ModelConfig
-from mimo.models.table import HEAD, Param, from_named_tensors, hf_params, table
+from mimo.models.table import HEAD, Param, from_named_tensors, fuse_key, hf_params, table
 from mimo.weights import formats, huggingface, quantise
 
 NOTE = 'mimo_view.json'  # how the view was made; nothing reads it to decode
@@ -130,7 +131,7 @@ def view_config(config: ModelConfig, format: str) -> dict[str, Any]:
   raw = config.to_hf()
   raw.pop('torch_dtype', None)
   raw['dtype'] = 'bfloat16'
-  ignore = formats.ignored_modules(table(config), config.num_layers)
+  ignore = formats.ignored_modules(table(config))
   stated = formats.quantization_config(format, ignore)
   return raw if stated is None else raw | {'quantization_config': stated}
 
@@ -143,23 +144,19 @@ def encode_tensors(
   Raises ValueError for a tensor that is not the model's, comes twice, is missing, or has the wrong
   dtype or shape.
   """
-  expected = {name: (row, layer) for name, row, layer in hf_params(config)}
-  sizes: dict[tuple[int | None, str], int] = {}
-  for row, layer in expected.values():
-    if row.fuse_group is not None:
-      sizes[layer, row.fuse_group] = sizes.get((layer, row.fuse_group), 0) + 1
-  groups: dict[tuple[int | None, str], dict[str, np.ndarray]] = {}
+  expected = {name: (row, fuse_key(row, index)) for name, row, index in hf_params(config)}
+  sizes = collections.Counter(key for _, key in expected.values())
+  groups: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
   for name, tensor in tensors:
     if name not in expected:
       raise ValueError(f'tensor {name} is not one of this model, or came twice')
-    row, layer = expected.pop(name)
+    row, key = expected.pop(name)
     _check_tensor(name, tensor, row)
     if not row.quantisable or spec.format == 'bf16':
       yield name, tensor
-    elif row.fuse_group is None:
+    elif key is None:
       yield from _encode_group({name: tensor}, spec)
     else:
-      key = (layer, row.fuse_group)
       group = groups.setdefault(key, {})
       group[name] = tensor
       if len(group) == sizes[key]:
@@ -296,8 +293,12 @@ def _activation_quant(
     return None
   if kind != 'nvfp4':
     return ActivationQuant(kind)
-  stacked: dict[tuple[str, ...], list[np.float32]] = {}
-  for name, row, _ in hf_params(config):
-    if row.quantisable:
-      stacked.setdefault(row.path, []).append(input_scales[name])
-  return ActivationQuant(kind, {path: jnp.asarray(x, jnp.float32) for path, x in stacked.items()})
+  stacked = {
+    row.path: np.array([input_scales[name] for name, _ in row.hf_names()], np.float32)
+    for row in table(config)
+    if row.quantisable
+  }
+  shapes = {row.path: row.lead_shape for row in table(config)}
+  return ActivationQuant(
+    kind, {path: jnp.asarray(x.reshape(shapes[path])) for path, x in stacked.items()}
+  )

@@ -116,7 +116,10 @@ def test_is_hashable():
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    ({'model_type': 'gpt2'}, r"model_type is 'gpt2'; expected one of \['llama', 'qwen3'\]"),
+    (
+      {'model_type': 'gpt2'},
+      r"model_type is 'gpt2'; expected one of \['llama', 'qwen3', 'qwen3_5_moe'",
+    ),
     ({'model_type': None}, 'model_type is None'),
     ({'vocab_size': None}, 'lacks vocab_size'),
     ({'head_dim': None}, 'lacks head_dim'),

@@ -290,9 +290,7 @@ def test_sharded_equals_unsharded(config, params, tokens):
   }  # fmt: skip
   shardings = nest(
     {
-      row.path: jax.NamedSharding(
-        mesh, jax.P(*(None,) * row.stacked, *(rules[axis] for axis in row.axes))
-      )
+      row.path: jax.NamedSharding(mesh, jax.P(*(rules[axis] for axis in row.leaf_axes)))
       for row in table(config)
     }
   )

@@ -59,8 +59,8 @@ def test_holds_every_parameter_once(config, tied):
   rows = table(config)
   assert len({row.path for row in rows}) == len(rows) == len(jax.tree.leaves(params))
   for row in rows:
-    lead = (config.num_layers,) if row.stacked else ()
-    assert leaf(params, row.path).shape == (*lead, *row.shape)
+    lead = () if row.layers is None else (config.num_layers,)
+    assert leaf(params, row.path).shape == row.leaf_shape == (*lead, *row.shape)
     assert leaf(params, row.path).dtype == np.float32
     assert len(row.axes) == len(row.shape)
 
@@ -163,5 +163,5 @@ def test_nest_and_leaf():
 
 def test_layers_are_named_in_order(config):
   assert [name for name, _, _ in hf_params(config)] == list(SHAPES)
-  layers = [layer for _, _, layer in hf_params(config)]
-  assert layers == [None] + [0] * 11 + [1] * 11 + [None] * 2
+  indices = [index for _, _, index in hf_params(config)]
+  assert indices == [()] + [(0,)] * 11 + [(1,)] * 11 + [()] * 2

@@ -12,13 +12,14 @@ class Row:
   hf_name: str
   quantisable: bool
   in_dims: int
+  layers: tuple[int, ...] | None = None
 
 
 ROWS = (
   Row('model.embed_tokens.weight', False, 0),
   Row('model.layers.{layer}.self_attn.q_proj.weight', True, 1),
-  Row('model.layers.{layer}.input_layernorm.weight', False, 0),
-  Row('model.layers.{layer}.mlp.gate.weight', False, 1),
+  Row('model.layers.{layer}.input_layernorm.weight', False, 0, (0, 1)),
+  Row('model.layers.{layer}.mlp.gate.weight', False, 1, (0, 1)),
   Row('model.norm.weight', False, 0),
   Row('lm_head.weight', False, 1),
 )
@@ -58,7 +59,7 @@ def test_unknown_block_scale_rule():
 
 
 def test_ignored_modules_name_every_linear_module_that_stays_bf16():
-  assert formats.ignored_modules(ROWS, 2) == [
+  assert formats.ignored_modules(ROWS) == [
     'lm_head',
     'model.layers.0.mlp.gate',
     'model.layers.1.mlp.gate',
