@@ -1,0 +1,337 @@
+"""Softmax attention: over packed rows in memory linear in their length, and over a cache.
+
+Grouped queries throughout: query head h reads key head h // (H / Hkv), and scores are scaled by
+1 / sqrt(Dh). Scores and their softmax are float32; matmuls take their operands in the dtype of q.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+BLOCK = 512
+_LOW = jnp.finfo(jnp.float32).min
+
+
+def attend(
+  q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, block: int = BLOCK
+) -> jax.Array:
+  """Causal attention within the segments of packed rows, exactly.
+
+  A token sees itself and the tokens before it that have its segment id. Rows of up to `block`
+  tokens are attended to densely. Longer ones block by block (Dao et al., "FlashAttention",
+  arXiv 2205.14135): a running softmax over blocks of keys, from the first that shares a segment
+  with the queries up to the diagonal; the backward pass keeps the output and the log normaliser,
+  and computes scores again. On a GPU, rows that hold one sequence each use cuDNN's kernel where it
+  takes their dtype and head size.
+
+  Args:
+    q: [B, T, H, Dh] float.
+    k: [B, T, Hkv, Dh] float.
+    v: [B, T, Hkv, Dh] float.
+    segment_ids: [B, T] int32, 0 for padding, whose result is 0.
+    block: tokens whose scores exist at once.
+
+  Returns:
+    [B, T, H, Dh], the dtype of `q`.
+  """
+  chex.assert_rank([q, k, v, segment_ids], [4, 4, 4, 2])
+  chex.assert_equal_shape([k, v])
+  if q.shape[2] % k.shape[2]:
+    raise ValueError(f'{q.shape[2]} query heads; expected a multiple of the {k.shape[2]} key heads')
+  length = q.shape[1]
+  if length <= block:
+    index = jnp.arange(length)
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    y = masked(
+      q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), same & (index <= index[:, None])
+    )
+    return jnp.where(segment_ids[..., None, None] > 0, y, 0)
+  return _attend_long(block, q, k, v, segment_ids)
+
+
+def masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+  """softmax(q k^T / sqrt(Dh)) v where each query says which keys it sees; all scores at once.
+
+  Args:
+    q: [B, T, H, Dh] float.
+    k: [B, Hkv, Dh, S] float.
+    v: [B, Hkv, S, Dh] float.
+    mask: [B, T, S] bool; a query must see a key.
+
+  Returns:
+    [B, T, H, Dh], the dtype of `q`.
+  """
+  batch, length, heads, dim = q.shape
+  kv_heads, slots = k.shape[1], k.shape[-1]
+  split = (batch, kv_heads, heads // kv_heads, length)
+  merged = (batch, kv_heads, -1)  # the queries of one key head are rows of one matrix
+  q = q.transpose(0, 2, 1, 3).reshape(*merged, dim)
+  scores = jnp.einsum('bkqd,bkds->bkqs', q, k, preferred_element_type=jnp.float32)
+  scores = scores.reshape(*split, slots) * dim**-0.5
+  scores = jnp.where(mask[:, None, None], scores, _LOW)
+  weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(*merged, slots)
+  y = jnp.einsum('bkqs,bksd->bkqd', weights, v)
+  return y.reshape(batch, heads, length, dim).transpose(0, 2, 1, 3)
+
+
+class Keys(NamedTuple):
+  """Blocks of keys and values.
+
+  Attributes:
+    k: [N, B, Hkv, S, Dh].
+    v: [N, B, Hkv, S, Dh].
+    segment_ids: [N, B, S] int32.
+    index: [N, S] int32, where in the row each lies.
+  """
+
+  k: jax.Array
+  v: jax.Array
+  segment_ids: jax.Array
+  index: jax.Array
+
+
+class Queries(NamedTuple):
+  """One block of queries.
+
+  Attributes:
+    q: [B, Hkv, G, S, Dh].
+    segment_ids: [B, S] int32.
+    index: [S] int32, where in the row each lies.
+  """
+
+  q: jax.Array
+  segment_ids: jax.Array
+  index: jax.Array
+
+
+class Partial(NamedTuple):
+  """A softmax over some of the keys.
+
+  Attributes:
+    top: [B, Hkv, G, S] float32, the largest score.
+    total: [B, Hkv, G, S] float32, the sum of exp(score - top).
+    sum: [B, Hkv, G, S, Dh] float32, the sum of exp(score - top) times the value.
+  """
+
+  top: jax.Array
+  total: jax.Array
+  sum: jax.Array
+
+
+def nothing(q: jax.Array) -> Partial:
+  """A softmax over no keys, for queries [B, Hkv, G, S, Dh]."""
+  return Partial(
+    jnp.full(q.shape[:-1], _LOW), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape, jnp.float32)
+  )
+
+
+def absorb(queries: Queries, keys: Keys, partial: Partial) -> Partial:
+  """Adds one block of keys (of `Keys` without its first dimension) to a softmax."""
+  scores, seen = _scores(queries, keys)
+  top = jnp.maximum(partial.top, jnp.max(scores, axis=-1))
+  weights = jnp.where(seen, jnp.exp(scores - top[..., None]), 0)
+  kept = jnp.exp(partial.top - top)
+  values = _dot('bkgqs,bksd->bkgqd', weights.astype(keys.v.dtype), keys.v)
+  return Partial(
+    top, partial.total * kept + jnp.sum(weights, axis=-1), partial.sum * kept[..., None] + values
+  )
+
+
+def finish(partial: Partial) -> tuple[jax.Array, jax.Array]:
+  """Returns (out [B, Hkv, G, S, Dh], log normaliser [B, Hkv, G, S]), float32.
+
+  A query that saw no key gives 0, and infinity: whatever its scores, their weights are 0.
+  """
+  some = partial.total > 0
+  total = jnp.where(some, partial.total, 1)
+  return partial.sum / total[..., None], jnp.where(some, partial.top + jnp.log(total), jnp.inf)
+
+
+def pull(
+  queries: Queries, keys: Keys, normaliser: jax.Array, dout: jax.Array, inner: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Gradients of one block of queries and one of keys, computing their scores again.
+
+  With weights w and inner = sum(out dout) of a query: dv = w dout, and
+  dscore = w (v . dout - inner).
+
+  Args:
+    queries: the queries.
+    keys: the keys, of `Keys` without its first dimension.
+    normaliser: [B, Hkv, G, S] float32, of the queries over all keys.
+    dout: [B, Hkv, G, S, Dh], the dtype of q.
+    inner: [B, Hkv, G, S] float32.
+
+  Returns:
+    (dq [B, Hkv, G, S, Dh], dk [B, Hkv, S, Dh], dv [B, Hkv, S, Dh]), float32.
+  """
+  scores, seen = _scores(queries, keys)
+  weights = jnp.where(seen, jnp.exp(scores - normaliser[..., None]), 0)
+  dweights = _dot('bkgqd,bksd->bkgqs', dout, keys.v)
+  dscores = weights * (dweights - inner[..., None]) * queries.q.shape[-1] ** -0.5
+  dscores = dscores.astype(queries.q.dtype)
+  return (
+    _dot('bkgqs,bksd->bkgqd', dscores, keys.k),
+    _dot('bkgqs,bkgqd->bksd', dscores, queries.q),
+    _dot('bkgqs,bkgqd->bksd', weights.astype(dout.dtype), dout),
+  )
+
+
+def _scores(queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array]:
+  """Returns scores [B, Hkv, G, Sq, Sk] float32 and whether each is of a pair that counts."""
+  ids = queries.segment_ids[:, :, None]
+  seen = (ids == keys.segment_ids[:, None, :]) & (ids > 0)
+  seen = (seen & (keys.index <= queries.index[:, None]))[:, None, None]
+  scores = _dot('bkgqd,bksd->bkgqs', queries.q, keys.k) * queries.q.shape[-1] ** -0.5
+  return jnp.where(seen, scores, _LOW), seen
+
+
+def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+  return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_long(
+  block: int, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+  return _forward(block, q, k, v, segment_ids)[0]
+
+
+def _forward(
+  block: int, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  out, normaliser = _run_blocks(block, q, k, v, segment_ids)
+  return out, (q, k, v, segment_ids, out, normaliser)
+
+
+def _backward(
+  block: int, residuals: tuple[jax.Array, ...], dout: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+  return (*_pull_blocks(block, *residuals, dout), None)
+
+
+_attend_long.defvjp(_forward, _backward)
+
+
+def _run_blocks(
+  block: int, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns out [B, T, H, Dh] and the log normaliser [N, B, Hkv, G, S] float32."""
+  blocks = _Blocks(q.shape[1], block)
+  keys, queries = blocks.keys(k, v, segment_ids), blocks.queries(q, k.shape[2], segment_ids)
+  first = _first_blocks(keys.segment_ids)
+
+  def run(_: None, xs: tuple[Queries, jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
+    queries, first, last = xs
+    absorb_block = lambda j, partial: absorb(queries, _pick(keys, j), partial)
+    out, normaliser = finish(jax.lax.fori_loop(first, last + 1, absorb_block, nothing(queries.q)))
+    return None, (out.astype(q.dtype), normaliser)
+
+  _, (out, normaliser) = jax.lax.scan(run, None, (queries, first, jnp.arange(blocks.number)))
+  return blocks.join_queries(out), normaliser
+
+
+def _pull_blocks(
+  block: int,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segment_ids: jax.Array,
+  out: jax.Array,
+  normaliser: jax.Array,
+  dout: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the gradients of q, k and v."""
+  blocks = _Blocks(q.shape[1], block)
+  keys, queries = blocks.keys(k, v, segment_ids), blocks.queries(q, k.shape[2], segment_ids)
+  first = _first_blocks(keys.segment_ids)
+  inner = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1, keepdims=True)
+  inner, dout = (blocks.split_queries(x, k.shape[2]) for x in (inner, dout))
+
+  Sums = tuple[jax.Array, jax.Array]
+
+  def run(sums: Sums, xs: tuple) -> tuple[Sums, jax.Array]:
+    queries, normaliser, dout, inner, first, last = xs
+
+    def pull_block(j: jax.Array, carry: tuple) -> tuple:
+      dq, dk, dv = carry
+      parts = pull(queries, _pick(keys, j), normaliser, dout, inner[..., 0])
+      return dq + parts[0], dk.at[j].add(parts[1]), dv.at[j].add(parts[2])
+
+    zero = jnp.zeros(queries.q.shape, jnp.float32)
+    dq, *sums = jax.lax.fori_loop(first, last + 1, pull_block, (zero, *sums))
+    return tuple(sums), dq.astype(q.dtype)
+
+  sums = (jnp.zeros(keys.k.shape, jnp.float32),) * 2
+  xs = (queries, normaliser, dout, inner, first, jnp.arange(blocks.number))
+  (dk, dv), dq = jax.lax.scan(run, sums, xs)
+  dk, dv = blocks.join_keys(dk), blocks.join_keys(dv)
+  return blocks.join_queries(dq), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _pick(keys: Keys, j: jax.Array) -> Keys:
+  return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), keys)
+
+
+def _first_blocks(segment_ids: jax.Array) -> jax.Array:
+  """Returns [N] int32: before it, no block can share a segment with block n, going by id ranges.
+
+  Where ids do not grow along a row, some blocks that share nothing are visited too.
+  """
+  present = segment_ids > 0
+  low = jnp.min(jnp.where(present, segment_ids, jnp.iinfo(jnp.int32).max), axis=-1)
+  high = jnp.max(segment_ids, axis=-1)
+
+  def first(_: None, x: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+    meet = jnp.any((x[0] <= high) & (low <= x[1]), axis=-1)
+    # Where none meets, as for padding alone, the first block is after all.
+    return None, jnp.where(jnp.any(meet), jnp.argmax(meet), len(meet))
+
+  return jax.lax.scan(first, None, (low, high))[1].astype(jnp.int32)
+
+
+class _Blocks:
+  """How rows of `length` tokens are cut into `number` blocks of `size`."""
+
+  def __init__(self, length: int, block: int) -> None:
+    self.length = length
+    self.number = -(-length // block)
+    self.size = -(-length // self.number)
+
+  def split(self, x: jax.Array) -> jax.Array:
+    """[B, T, ...] -> [N, B, S, ...], padded with zeros."""
+    padding = self.number * self.size - self.length
+    x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(x.shape[0], self.number, self.size, *x.shape[2:]), 1, 0)
+
+  def split_queries(self, x: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, T, H, Dh] -> [N, B, Hkv, G, S, Dh]."""
+    x = self.split(x).transpose(0, 1, 3, 2, 4)
+    return x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:])
+
+  def index(self) -> jax.Array:
+    return jnp.arange(self.number * self.size, dtype=jnp.int32).reshape(self.number, self.size)
+
+  def queries(self, q: jax.Array, kv_heads: int, segment_ids: jax.Array) -> Queries:
+    return Queries(self.split_queries(q, kv_heads), self.split(segment_ids), self.index())
+
+  def keys(self, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> Keys:
+    k, v = (self.split(x).transpose(0, 1, 3, 2, 4) for x in (k, v))
+    return Keys(k, v, self.split(segment_ids), self.index())
+
+  def join_queries(self, x: jax.Array) -> jax.Array:
+    """The inverse of `split_queries`."""
+    number, batch, kv_heads, group, size, dim = x.shape
+    x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, number * size, kv_heads * group, dim)
+    return x[:, : self.length]
+
+  def join_keys(self, x: jax.Array) -> jax.Array:
+    """[N, B, Hkv, S, Dh] -> [B, T, Hkv, Dh]."""
+    number, batch, kv_heads, size, dim = x.shape
+    x = x.transpose(1, 0, 3, 2, 4).reshape(batch, number * size, kv_heads, dim)
+    return x[:, : self.length]
