@@ -93,7 +93,7 @@ def updater(name: str, model: ModelConfig, batch: Batch) -> Callable[[], Any]:
     TrainerConfig(learning_rate=1e-6),
     correction=arm(name).correction,
     num_sources=3,
-    mesh=make_mesh(1, 1, 1),
+    mesh=make_mesh(),
   )
   state = trainer.init_state(init(model, jax.random.key(0)))
 

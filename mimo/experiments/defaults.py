@@ -52,7 +52,7 @@ def base(arm: str) -> config_dict.ConfigDict:
         'row_tokens': 160,
         'row_trained_tokens': 80,
         'head_chunk_tokens': 512,
-        'mesh': {'data': 1, 'fsdp': 1, 'tensor': 1},
+        'mesh': '',  # one device; else sizes of axes, such as 'fsdp=4,context=2'
       },
       'pools': {},
       'emulate_activations': True,  # native samplers round what their format has a server round

@@ -165,7 +165,7 @@ def make_trainer(
     ),
     correction=arm.correction,
     num_sources=num_sources,
-    mesh=make_mesh(options.mesh.data, options.mesh.fsdp, options.mesh.tensor),
+    mesh=make_mesh(**settings.mesh_sizes(options.mesh)),
   )
 
 

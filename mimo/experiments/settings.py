@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 from ml_collections import config_dict
 
+from mimo.models.parallel import MESH_AXES
+
 _POSITIVE = (
   'rollouts.prompts_per_update',
   'rollouts.group_size',
@@ -21,9 +23,6 @@ _POSITIVE = (
   'trainer.row_tokens',
   'trainer.row_trained_tokens',
   'trainer.head_chunk_tokens',
-  'trainer.mesh.data',
-  'trainer.mesh.fsdp',
-  'trainer.mesh.tensor',
   'sampling.temperature',
   'sampling.candidates',
   'evaluation.samples',
@@ -50,6 +49,21 @@ def one_of(name: str, value: str, known: Iterable[str]) -> str:
   near = difflib.get_close_matches(value, known, n=1, cutoff=0.5)
   hint = f'; did you mean {near[0]!r}?' if near else ''
   raise ValueError(f'{name} is {value!r}; expected one of {", ".join(known)}{hint}')
+
+
+def mesh_sizes(text: str) -> dict[str, int]:
+  """Returns the sizes of mesh axes that a text such as 'fsdp=4,context=2' states.
+
+  Raises ValueError naming an axis that there is not, or that has no size.
+  """
+  sizes = {}
+  for part in filter(None, text.split(',')):
+    axis, _, size = (piece.strip() for piece in part.partition('='))
+    one_of('trainer.mesh', axis, MESH_AXES)
+    if not size.isdigit() or axis in sizes:
+      raise ValueError(f'trainer.mesh is {text!r}; expected one size of {axis}, a whole number')
+    sizes[axis] = int(size)
+  return sizes
 
 
 def check(config: config_dict.ConfigDict) -> None:

@@ -36,7 +36,7 @@ PARAM_RULES: dict[str, tuple[str, ...]] = {
   'heads': ('tensor',),
   'kv_heads': ('tensor',),
   'delta_heads': ('tensor',),
-  'delta_kv_heads': ('tensor',),
+  'delta_qkv': ('tensor',),
   'mlp': ('tensor',),
   'expert_mlp': ('tensor',),
   'embed': ('fsdp', 'expert', 'context'),
@@ -49,7 +49,6 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
   'heads': ('tensor',),
   'kv_heads': ('tensor',),
   'delta_heads': ('tensor',),
-  'delta_kv_heads': ('tensor',),
   'mlp': ('tensor',),
   'vocab': ('tensor',),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import chex
 import jax
@@ -11,7 +12,13 @@ import jax.numpy as jnp
 
 
 def candidate_logps(
-  hidden: jax.Array, head: jax.Array, ids: jax.Array, *, temperature: float, chunk: int
+  hidden: jax.Array,
+  head: jax.Array,
+  ids: jax.Array,
+  *,
+  temperature: float,
+  chunk: int,
+  vocab_axis: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns log p(id) of some tokens and the entropy of p, p = softmax(hidden head / temperature).
 
@@ -30,6 +37,9 @@ def candidate_logps(
     ids: [N, 1+K] int32; -1 gives 0 and no gradient, V or more gives NaN.
     temperature: divides the logits; a Python number.
     chunk: the most tokens whose logits exist at once.
+    vocab_axis: inside `jax.shard_map`, the mapped axis over which the vocabulary is split: `head`
+      is then [D, V / devices], in order, and every device gets the same tokens and results. The
+      gradient of `hidden` is summed over the axis once.
 
   Returns:
     (logps [N, 1+K] float32, entropy [N] float32), in nats.
@@ -49,33 +59,48 @@ def candidate_logps(
     raise ValueError(f'chunk is {chunk}; expected at least 1')
   if not hidden.shape[0]:
     return jnp.zeros(ids.shape, jnp.float32), jnp.zeros((0,), jnp.float32)
-  return _candidate_logps(temperature, int(chunk), hidden, head, ids)
+  return _candidate_logps(_Static(temperature, int(chunk), vocab_axis), hidden, head, ids)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+class _Static(NamedTuple):
+  temperature: float
+  chunk: int
+  vocab_axis: str | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _candidate_logps(
-  temperature: float, chunk: int, hidden: jax.Array, head: jax.Array, ids: jax.Array
+  static: _Static, hidden: jax.Array, head: jax.Array, ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  logps, entropy, _ = _forward_chunks(temperature, chunk, hidden, head, ids)
+  logps, entropy, _ = _forward_chunks(static, hidden, head, ids)
   return logps, entropy
 
 
 def _forward_chunks(
-  temperature: float, chunk: int, hidden: jax.Array, head: jax.Array, ids: jax.Array
+  static: _Static, hidden: jax.Array, head: jax.Array, ids: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns logps [N, 1+K], entropy [N] and the log normaliser [N], all float32."""
+  temperature, chunk, axis = static
 
   def step(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
     h, i = xs
     z = _logits(h, head, temperature)
     top = jnp.max(z, axis=-1)
+    top = top if axis is None else jax.lax.pmax(top, axis)
     shifted = z - top[:, None]
     e = jnp.exp(shifted)
-    total = jnp.sum(e, axis=-1)
-    log_total = jnp.log(total)
-    entropy = log_total - jnp.sum(e * shifted, axis=-1) / total
+    sums = jnp.stack([jnp.sum(e, axis=-1), jnp.sum(e * shifted, axis=-1)], axis=-1)
+    at, here = _local(i, z.shape[-1], axis)
+    picked = jnp.take_along_axis(z, at, axis=-1)
+    if axis is not None:
+      # One sum over the axis for all three. An id is on one device; beyond the last it is nowhere.
+      both = jnp.concatenate([sums, jnp.where(here, picked, 0.0)], axis=-1)
+      both = jax.lax.psum(both, axis)
+      vocab = z.shape[-1] * jax.lax.axis_size(axis)
+      sums, picked = both[:, :2], jnp.where(i < vocab, both[:, 2:], jnp.nan)
+    log_total = jnp.log(sums[:, 0])
+    entropy = log_total - sums[:, 1] / sums[:, 0]
     normaliser = top + log_total
-    picked = jnp.take_along_axis(z, jnp.maximum(i, 0), axis=-1)
     logps = jnp.where(i >= 0, picked - normaliser[:, None], 0.0)
     return None, (logps, entropy, normaliser)
 
@@ -84,16 +109,24 @@ def _forward_chunks(
   return logps, entropy, normaliser
 
 
+def _local(ids: jax.Array, vocab: int, axis: str | None) -> tuple[jax.Array, jax.Array]:
+  """Returns where in this device's part of the vocabulary ids lie, and whether they do."""
+  if axis is None:
+    return jnp.maximum(ids, 0), ids >= 0
+  at = ids - jax.lax.axis_index(axis) * vocab
+  here = (ids >= 0) & (at >= 0) & (at < vocab)
+  return jnp.where(here, at, 0), here
+
+
 def _forward(
-  temperature: float, chunk: int, hidden: jax.Array, head: jax.Array, ids: jax.Array
+  static: _Static, hidden: jax.Array, head: jax.Array, ids: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-  logps, entropy, normaliser = _forward_chunks(temperature, chunk, hidden, head, ids)
+  logps, entropy, normaliser = _forward_chunks(static, hidden, head, ids)
   return (logps, entropy), (hidden, head, ids, normaliser, entropy)
 
 
 def _backward(
-  temperature: float,
-  chunk: int,
+  static: _Static,
   residuals: tuple[jax.Array, ...],
   cotangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, None]:
@@ -101,6 +134,7 @@ def _backward(
 
   d log p(i) / dz_v = 1[v = i] - p_v   and   dH / dz_v = -p_v (log p_v + H).
   """
+  temperature, chunk, axis = static
   hidden, head, ids, normaliser, entropy = residuals
   dtype = jnp.promote_types(hidden.dtype, head.dtype)
   wide = jnp.float32
@@ -111,7 +145,9 @@ def _backward(
     logp = _logits(h, head, temperature) - norm[:, None]
     pull = jnp.sum(dlogps, axis=-1) + dent * ent
     dz = -jnp.exp(logp) * (pull[:, None] + dent[:, None] * logp)
-    dz = jax.vmap(lambda row, at, add: row.at[at].add(add))(dz, jnp.maximum(i, 0), dlogps)
+    at, here = _local(i, dz.shape[-1], axis)
+    dpicked = jnp.where(here, dlogps, 0.0)
+    dz = jax.vmap(lambda row, at, add: row.at[at].add(add))(dz, at, dpicked)
     dz = (dz / temperature).astype(dtype)
     dh = _dot(dz, head.astype(dtype), ((1,), (1,)))
     dhead = dhead + _dot(h.astype(dtype), dz, ((0,), (0,)))
@@ -120,8 +156,10 @@ def _backward(
   dlogps, dentropy = cotangents
   parts = (hidden, ids, normaliser, entropy, dlogps, dentropy)
   xs = tuple(_split(x, chunk) for x in parts)
-  dhead, dhidden = jax.lax.scan(step, jnp.zeros(head.shape, wide), xs)
+  dhead, dhidden = jax.lax.scan(step, jnp.zeros_like(head, wide), xs)
   dhidden = _join(dhidden, len(hidden))
+  if axis is not None:
+    dhidden = jax.lax.psum(dhidden, axis)
   return dhidden.astype(hidden.dtype), dhead.astype(head.dtype), None
 
 

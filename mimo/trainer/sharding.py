@@ -1,7 +1,6 @@
-"""Where arrays live: a mesh of (data, fsdp, tensor), and rules from logical axes to it.
+"""Where the trainer's arrays live: the mesh, parameters by the table's axes, rows of a batch.
 
-The parameter table names each dimension; `RULES` says which mesh axes shard it. A dimension whose
-size its mesh axes do not divide is replicated, so that any model runs on any mesh.
+The rules from logical axes to mesh axes are `mimo.models.parallel`'s.
 """
 
 from __future__ import annotations
@@ -14,39 +13,35 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mimo.models.config import ModelConfig
+from mimo.models.parallel import MESH_AXES, Parallel
 from mimo.models.table import nest, table
 from mimo.trainer.packing import MicroBatch
 
-MESH_AXES = ('data', 'fsdp', 'tensor')
 
-RULES: dict[str, tuple[str, ...]] = {
-  # One dimension of the embedding, never both: XLA would gather the whole of it at each lookup.
-  'vocab': ('tensor',),
-  'heads': ('tensor',),
-  'kv_heads': ('tensor',),
-  'mlp': ('tensor',),
-  'embed': ('fsdp',),
-}
-ROWS = ('data', 'fsdp')
+def make_mesh(
+  *, data: int = 1, fsdp: int = 1, expert: int = 1, context: int = 1, tensor: int = 1
+) -> Mesh:
+  """A mesh over the first devices, as many as the product of the sizes.
 
-
-def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
-  """A mesh over the first data * fsdp * tensor devices.
+  Neighbours lie along 'tensor', then 'context': the axes that speak most.
 
   Raises:
     ValueError: a size is below 1, or there are fewer devices.
   """
-  sizes = (data, fsdp, tensor)
-  if min(sizes) < 1:
-    raise ValueError(f'mesh (data, fsdp, tensor) is {sizes}; expected sizes of at least 1')
-  count = math.prod(sizes)
+  sizes = dict(zip(MESH_AXES, (data, fsdp, expert, context, tensor), strict=True))
+  named = ', '.join(f'{axis} {size}' for axis, size in sizes.items())
+  if min(sizes.values()) < 1:
+    raise ValueError(f'mesh is {named}; expected sizes of at least 1')
+  count = math.prod(sizes.values())
   if count > jax.device_count():
     raise ValueError(
-      f'mesh (data, fsdp, tensor) is {sizes}, {count} devices; expected at most '
-      f'{jax.device_count()}, those there are'
+      f'mesh is {named}: {count} devices; expected at most {jax.device_count()}, those there are'
     )
   return jax.make_mesh(
-    sizes, MESH_AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:count]
+    tuple(sizes.values()),
+    MESH_AXES,
+    axis_types=(AxisType.Auto,) * len(MESH_AXES),
+    devices=jax.devices()[:count],
   )
 
 
@@ -57,29 +52,30 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def param_shardings(model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
   """Returns the sharding of each parameter, in the parameters' own nesting."""
-  leaves = {}
-  for row in table(model):
-    dims = [
-      _dividing(size, RULES[axis] if axis is not None else (), mesh)
-      for size, axis in zip(row.shape, row.axes, strict=True)
-    ]
-    leaves[row.path] = NamedSharding(mesh, P(None, *dims) if row.stacked else P(*dims))
-  return nest(leaves)
+  parallel = Parallel(mesh)
+  return nest(
+    {
+      row.path: parallel.sharding(parallel.param(row.leaf_shape, row.leaf_axes))
+      for row in table(model)
+    }
+  )
+
+
+def micro_shardings(micro: MicroBatch, mesh: Mesh) -> MicroBatch:
+  """Returns how a micro-batch is split: rows over (data, fsdp, expert), tokens over context.
+
+  Trained tokens are split over context as well, an equal share to each device: a device computes
+  the loss of its share, wherever in the row those tokens are.
+  """
+  parallel = Parallel(mesh)
+
+  def sharding(x: Any) -> NamedSharding:
+    axes = ('rows', 'context', None)[: x.ndim]
+    return parallel.sharding(parallel.activation(x.shape, axes))
+
+  return MicroBatch(*map(sharding, micro))
 
 
 def place(micro: MicroBatch, mesh: Mesh) -> MicroBatch:
-  """Copies host arrays to the devices, rows split over (data, fsdp) where they divide."""
-  return jax.device_put(micro, rows(len(micro.tokens), mesh))
-
-
-def rows(count: int, mesh: Mesh) -> NamedSharding:
-  """The leading dimension, `count` rows, over (data, fsdp) as far as they divide it."""
-  return NamedSharding(mesh, P(_dividing(count, ROWS, mesh)))
-
-
-def _dividing(size: int, axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...] | None:
-  """The longest leading part of `axes` whose devices divide `size`."""
-  for count in range(len(axes), 0, -1):
-    if size % math.prod(mesh.shape[axis] for axis in axes[:count]) == 0:
-      return axes[:count]
-  return None
+  """Copies host arrays to the devices, split as `micro_shardings` says."""
+  return jax.device_put(micro, micro_shardings(micro, mesh))

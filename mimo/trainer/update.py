@@ -25,10 +25,12 @@ from jax.sharding import Mesh
 
 from mimo.models.config import ModelConfig
 from mimo.models.decoder import forward, head_matrix
+from mimo.models.parallel import Parallel, constrain
 from mimo.models.table import nest, table
-from mimo.objectives import Correction, candidate_logps, merge_aux, policy_loss
+from mimo.objectives import Correction, merge_aux, policy_loss
 from mimo.objectives.diagnostics import accumulate
 from mimo.trainer import sharding
+from mimo.trainer.head import trained_logps
 from mimo.trainer.packing import Batch, Bucket, MicroBatch, empty_micro_batch
 from mimo.trainer.rounding import policy_params
 from mimo.trainer.state import TrainerConfig, TrainState, learning_rate, new_state, optimizer
@@ -76,6 +78,7 @@ def token_logps(spec: Spec, params: Any, micro: MicroBatch) -> tuple[jax.Array, 
     vocabulary after temperature, in nats. Candidates of id -1 give 0.
   """
   _check(micro)
+  parallel = Parallel(spec.mesh)
   hidden = forward(
     spec.model,
     params,
@@ -84,20 +87,19 @@ def token_logps(spec: Spec, params: Any, micro: MicroBatch) -> tuple[jax.Array, 
     micro.positions,
     dtype=jnp.dtype(spec.config.compute_dtype),
     remat=spec.config.remat,
+    parallel=parallel,
   )
-  # Rows stay where they are. Left to itself XLA shards D as the weights are, and gathers it back.
-  hidden = jax.lax.with_sharding_constraint(hidden, sharding.rows(len(hidden), spec.mesh))
+  hidden = constrain(parallel, hidden, 'rows', 'context', None)
   # Only these go through the head: an array of every position and candidate is never made.
-  hidden = jnp.take_along_axis(hidden, micro.predict[..., None], axis=1)
-  ids = jnp.concatenate([micro.targets[..., None], micro.candidate_ids], axis=-1)
-  logps, entropy = candidate_logps(
-    hidden.reshape(-1, hidden.shape[-1]).astype(LOGITS_DTYPE),
+  return trained_logps(
+    parallel,
+    hidden,
     head_matrix(spec.model, params).astype(LOGITS_DTYPE),
-    ids.reshape(-1, ids.shape[-1]),
+    micro.predict,
+    jnp.concatenate([micro.targets[..., None], micro.candidate_ids], axis=-1),
     temperature=spec.config.temperature,
     chunk=spec.config.head_chunk_tokens,
   )
-  return logps.reshape(ids.shape), entropy.reshape(micro.mask.shape)
 
 
 def objective(
@@ -288,12 +290,7 @@ class Trainer:
   def _abstract_state(self) -> TrainState:
     model = self.spec.model
     params = nest(
-      {
-        row.path: jax.ShapeDtypeStruct(
-          (model.num_layers, *row.shape) if row.stacked else row.shape, jnp.float32
-        )
-        for row in table(model)
-      }
+      {row.path: jax.ShapeDtypeStruct(row.leaf_shape, jnp.float32) for row in table(model)}
     )
     return jax.eval_shape(functools.partial(new_state, model, self.spec.config), params)
 

@@ -171,7 +171,9 @@ def test_async_run_publishes_evaluates_and_books(tiny_config, tmp_path, capsys) 
     ('rollouts.group_size', 1, 'at least 2'),
     ('block_scale', 'max', 'amax'),
     ('sampling.temperature', 0.0, '> 0'),
-    ('trainer.mesh.data', 64, '64'),
+    ('trainer.mesh', 'data=64', '64'),
+    ('trainer.mesh', 'dta=2', "did you mean 'data'"),
+    ('trainer.mesh', 'data', 'one size of data'),
     ('trainer.row_tokens', 32, 'at least 96'),
     ('trainer.row_trained_tokens', 40, 'at least 48'),
     ('rollouts.in_flight_batches', float('inf'), 'in_flight_batches'),
@@ -197,7 +199,7 @@ def test_arms_differ_in_the_arm_only() -> None:
   assert differing_keys(*configs) == ['arm']
 
 
-@pytest.mark.parametrize('path', sorted((_ROOT / 'configs').glob('*.py')), ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', sorted((_ROOT / 'configs').rglob('*.py')), ids=lambda p: p.stem)
 def test_every_config_loads_and_is_not_too_large(path) -> None:
   def leaves(tree: dict) -> int:
     return sum(leaves(leaf) if isinstance(leaf, dict) else 1 for leaf in tree.values())

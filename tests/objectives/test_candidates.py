@@ -204,6 +204,41 @@ def test_any_mesh(shape, head_spec):
     assert not [size for size in moved if int(size[0]) in rows and int(size[1]) > d]
 
 
+def test_split_vocabulary():
+  """Inside shard_map, each device holding a part of the vocabulary, edges and all."""
+  rng = np.random.default_rng(2)
+  n, d, v = 12, 8, 32
+  hidden = rng.normal(size=(n, d)).astype(np.float32)
+  head = rng.normal(size=(d, v)).astype(np.float32)
+  ids = rng.integers(-1, v, (n, 5)).astype(np.int32)
+  ids[0] = [0, 7, 8, v - 1, -1]
+  wlogps, went = rng.normal(size=ids.shape), rng.normal(size=n)
+  mesh = jax.make_mesh((4,), ('tensor',), axis_types=(AxisType.Auto,))
+
+  @functools.partial(jax.jit, static_argnames='axis')
+  def grads(hidden, head, ids, axis):
+    run = functools.partial(candidate_logps, temperature=0.7, chunk=5, vocab_axis=axis)
+    if axis:
+      specs = (PartitionSpec(), PartitionSpec(None, axis), PartitionSpec())
+      run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+
+    def loss(hidden, head):
+      logps, entropy = run(hidden, head, ids)
+      return (logps * wlogps).sum() + (entropy * went).sum(), (logps, entropy)
+
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, head)
+
+  (_, (logps, entropy)), got = grads(hidden, head, ids, 'tensor')
+  (_, want), expected = grads(hidden, head, ids, None)
+  np.testing.assert_allclose(logps, want[0], atol=1e-5)
+  np.testing.assert_allclose(entropy, want[1], atol=1e-5)
+  for x, y in zip(got, expected, strict=True):
+    assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y)
+  ids[3, 2] = v
+  (_, (logps, _)), _ = grads(hidden, head, ids, 'tensor')
+  assert np.argwhere(np.isnan(logps)).tolist() == [[3, 2]]
+
+
 def test_vmap(inputs):
   batched = lambda h, ids: candidate_logps(h, inputs['head'], ids, temperature=1.0, chunk=8)
   stack = inputs['hidden'].reshape(4, 11, D), inputs['ids'].reshape(4, 11, 1 + K)

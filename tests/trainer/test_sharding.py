@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from benchmarks import sharding_matrix
 from mimo import objectives
 from mimo.trainer import packing, sharding, update
 from mimo.trainer.state import TrainerConfig
@@ -31,7 +32,7 @@ def _update(model, params, batch, sizes):
     CONFIG,
     correction=objectives.arm('sc_mis').correction,
     num_sources=2,
-    mesh=sharding.make_mesh(*sizes),
+    mesh=sharding.make_mesh(**sizes),
   )
   state = trainer.init_state(params)
   assert jax.tree.map(lambda x: x.sharding, state) == trainer.state_shardings
@@ -40,17 +41,14 @@ def _update(model, params, batch, sizes):
   return jax.device_get((state, metrics))
 
 
-@pytest.fixture(scope='module')
-def single(model, params, batch):
-  return _update(model, params, batch, (1, 1, 1))
-
-
-@pytest.mark.parametrize('sizes', [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)])
-def test_every_mesh_gives_the_same_update(model, params, batch, single, sizes, capfd):
+@pytest.mark.parametrize(
+  'sizes', [{'data': 2, 'fsdp': 2, 'tensor': 2}, {'expert': 2, 'context': 4}]
+)
+def test_every_mesh_gives_the_same_update(model, params, batch, sizes, capfd):
   state, metrics = _update(model, params, batch, sizes)
   # XLA says so when it replicates an activation for want of a better way.
   assert 'Involuntary full rematerialization' not in capfd.readouterr().err
-  expected, expected_metrics = single
+  expected, expected_metrics = _update(model, params, batch, {})
   np.testing.assert_allclose(metrics['loss'], expected_metrics['loss'], rtol=1e-5)
   np.testing.assert_allclose(metrics['grad_norm'], expected_metrics['grad_norm'], rtol=1e-5)
   for name, leaf in metrics['aux'].items():
@@ -59,11 +57,26 @@ def test_every_mesh_gives_the_same_update(model, params, batch, single, sizes, c
     assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
 
 
+# The whole matrix is `python -m benchmarks.sharding_matrix`.
+@pytest.mark.parametrize(
+  ('name', 'meshes'), [('dense', ('context=8', 'fsdp=2,context=2,tensor=2'))]
+)
+def test_packed_rows_cross_devices(name, meshes):
+  case = sharding_matrix.make_case(name)
+  shard = sharding_matrix.TOKENS // 8
+  ids = case.micro.segment_ids
+  assert (ids[:, shard - 1 : -1 : shard] == ids[:, shard::shard]).any()
+  want = sharding_matrix.totals(case, '')
+  for mesh in meshes:
+    errors = sharding_matrix.compare(sharding_matrix.totals(case, mesh), want)
+    assert max(errors.loss, errors.gradient) <= 1e-5, (mesh, errors)
+
+
 def test_rules(model):
-  params = sharding.param_shardings(model, sharding.make_mesh(1, 2, 4))
+  params = sharding.param_shardings(model, sharding.make_mesh(fsdp=2, tensor=4))
   specs = jax.tree.map(lambda x: x.spec, params)
-  # The vocabulary over tensor, the embedding's other dimension whole.
-  assert specs['embed']['embedding'] == P(('tensor',), None)
+  # The vocabulary over both, the embedding's other dimension whole.
+  assert specs['embed']['embedding'] == P(('tensor', 'fsdp'), None)
   attention = specs['layers']['attention']
   assert attention['q_proj']['kernel'] == P(None, ('fsdp',), ('tensor',), None)
   # Two kv heads do not divide over four: replicated.
@@ -72,18 +85,20 @@ def test_rules(model):
   assert specs['layers']['mlp_norm']['scale'] == P(None, None)
 
 
-def test_rows_split_where_they_divide(batch):
+def test_micro_batches_split_where_they_divide(batch):
   (micro,) = batch.micro
-  mesh = sharding.make_mesh(2, 4, 1)
-  for rows, spec in ((8, ('data', 'fsdp')), (6, ('data',)), (3, None)):
+  mesh = sharding.make_mesh(data=2, expert=2, context=2)
+  for rows, spec in ((8, ('data', 'expert')), (6, ('data',)), (3, None)):
     placed = sharding.place(packing.MicroBatch(*(x[:rows] for x in micro)), mesh)
-    assert placed.tokens.sharding.spec == P(spec)
-    assert placed.candidate_ids.sharding.spec == P(spec)
+    assert placed.tokens.sharding.spec == P(spec, ('context',))
+    assert placed.candidate_ids.sharding.spec == P(spec, ('context',), None)
     np.testing.assert_array_equal(placed.targets, micro.targets[:rows])
+  odd = sharding.place(micro._replace(adv=micro.adv[:, :9]), mesh)
+  assert odd.adv.sharding.spec == P(('data', 'expert'), None)
 
 
 def test_refused():
-  with pytest.raises(ValueError, match=r'is \(0, 1, 1\); expected sizes of at least 1'):
-    sharding.make_mesh(0, 1, 1)
-  with pytest.raises(ValueError, match=r'is \(2, 8, 1\), 16 devices; expected at most 8'):
-    sharding.make_mesh(2, 8, 1)
+  with pytest.raises(ValueError, match=r'data 0, .* tensor 1; expected sizes of at least 1'):
+    sharding.make_mesh(data=0)
+  with pytest.raises(ValueError, match=r'fsdp 8, .*: 16 devices; expected at most 8'):
+    sharding.make_mesh(data=2, fsdp=8)

@@ -55,7 +55,7 @@ def compiled(model):
     for name in ('micro_step', 'apply'):
       patch.setattr(update, name, counted(name))
     trainer = update.Trainer(
-      model, CONFIG, correction=CORRECTION, num_sources=2, mesh=sharding.make_mesh(1, 1, 1)
+      model, CONFIG, correction=CORRECTION, num_sources=2, mesh=sharding.make_mesh()
     )
   return trainer, traces
 
