@@ -20,6 +20,7 @@ INSTALL = [
   'orbax-checkpoint>=0.12,<0.13',
   'safetensors>=0.5',
   'tensorboardX>=2.6',
+  'tensorstore>=0.1.70',
   'tokenizers>=0.21',
   'tqdm>=4.66',
 ]

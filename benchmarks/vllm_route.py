@@ -35,7 +35,7 @@ from mimo.models.table import named_tensors
 from mimo.samplers.vllm import launch, wire
 from mimo.samplers.vllm.messages import ACTIVATE_PATH, GENERATE_PATH, STATUS_PATH, Activation
 from mimo.types import SamplingParams, Version
-from mimo.weights.views import write_view
+from mimo.weights.views import ViewSpec, write_view
 
 VOCAB, PROMPT = 512, 16
 START_SECS = 600.0
@@ -74,7 +74,7 @@ def make_view(directory: pathlib.Path) -> Activation:
     directory,
     config,
     named_tensors(config, params),
-    'bf16',
+    ViewSpec('bf16'),
     tokenizer_files={
       'tokenizer.json': tokenizer.to_str().encode(),
       'tokenizer_config.json': json.dumps(settings).encode(),

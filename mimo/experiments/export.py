@@ -5,19 +5,23 @@ r"""Turns a checkpoint into weights that a server loads, in any format.
 `--checkpoint` is an Orbax checkpoint (a step, a directory of steps, a run's work directory) or a
 Hugging Face directory of plain weights. `--format` names a layout that `--precision` does not:
 fp8_channel, or nvfp4_w4a4, whose input scales are calibrated on the prompts of `--task`.
+
+Weights go through a few tensors at a time, so the model needs no room in memory; nvfp4_w4a4 alone
+runs it, and holds it for that. What a checkpoint carries beside the decoder (a vision tower,
+multi-token prediction) is copied as it is.
 """
 
 from __future__ import annotations
 
 import pathlib
 
+import ml_dtypes
 from absl import flags
 
 from mimo.experiments import cli, factories
 from mimo.weights import formats
-from mimo.weights.checkpoints import load_policy
-from mimo.weights.publication import Snapshot
-from mimo.weights.views import write_view
+from mimo.weights.checkpoints import open_policy
+from mimo.weights.views import ViewSpec, write_view
 
 
 def export(
@@ -28,18 +32,18 @@ def export(
     not pathlib.Path(out).is_dir() or any(pathlib.Path(out).iterdir())
   ):
     raise ValueError(f'{out} exists; expected a new or empty directory')
-  policy = factories.Policy(*load_policy(checkpoint))
+  source = open_policy(checkpoint)
   scales = None
-  if weight_format == 'nvfp4_w4a4':
+  if weight_format == 'nvfp4_w4a4':  # the only format that runs the model, and so holds it
+    policy = factories.Policy(source.config, source.params(), source.tokenizer_files)
     scales = factories.input_scales(policy, factories.make_task(task_name, policy))
   write_view(
     out,
-    policy.model,
-    Snapshot(policy.model, policy.params),
-    weight_format,
-    tokenizer_files=policy.tokenizer_files,
-    block_scale=block_scale,
-    input_scales=scales,
+    source.config,
+    source.tensors(ml_dtypes.bfloat16),
+    ViewSpec(weight_format, block_scale, scales),
+    tokenizer_files=source.tokenizer_files,
+    origin=source.origin,
   )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -22,11 +23,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from mimo.models.config import ModelConfig
-from mimo.models.table import leaf, named_tensors, nest, table
+from mimo.models.table import Index, Param, leaf, table
 from mimo.weights import huggingface
+from mimo.weights.chunked import ChunkReader, Where
+from mimo.weights.layouts import Carried, Layout, Origin
+from mimo.weights.sources import Source
+from mimo.weights.tensors import TensorReader, contiguous
 
 STATE = 'state'
 META = 'meta'
+CARRIED = 'carried'
 PARAMS = 'params'
 WORKDIR_CHECKPOINTS = 'checkpoints'  # where a run's work directory keeps them
 
@@ -111,25 +117,29 @@ class Checkpoints:
     self._manager.close()
 
 
-def policy_meta(config: ModelConfig, tokenizer_files: Mapping[str, bytes]) -> dict[str, Any]:
-  """Returns the part of a checkpoint's meta from which `read_policy` knows the model."""
+def policy_meta(
+  config: ModelConfig, tokenizer_files: Mapping[str, bytes], layout: Layout | None = None
+) -> dict[str, Any]:
+  """Returns the part of a checkpoint's meta from which `open_policy` knows the model.
+
+  `layout`: of the checkpoint that it came from; None: its publisher's.
+  """
   return {
     'model': config.to_hf(),
     'tokenizer': {name: _to_text(content) for name, content in tokenizer_files.items()},
+    'layout': dataclasses.asdict(layout or Layout.published(config)),
   }
 
 
-def load_policy(
-  path: str | os.PathLike[str],
-) -> tuple[ModelConfig, dict[str, Any], dict[str, bytes]]:
-  """Reads a policy from an Orbax checkpoint or a Hugging Face directory.
+def open_policy(path: str | os.PathLike[str]) -> Source:
+  """Opens the policy of an Orbax checkpoint or a Hugging Face directory, without its weights.
+
+  Once it is open, every parameter is there and has the right shape. Nothing in the directory is
+  changed, so a run may be saving there.
 
   Args:
     path: an Orbax step, a directory of steps or a run's work directory (the newest step of it), or
       a Hugging Face directory of plain weights.
-
-  Returns:
-    (config, float32 parameters, tokenizer files).
 
   Raises:
     ValueError: one line naming what is missing or wrong.
@@ -140,35 +150,21 @@ def load_policy(
   if not root.is_dir():
     raise ValueError(f'{root} is a file; expected the directory of a checkpoint')
   if _is_orbax(root):
-    return read_policy(root)
+    return _open_step(find_step(root))
   if (root / huggingface.CONFIG).is_file():
-    config, params = huggingface.read_model(root)
-    _check_finite(root, config, params)
-    return config, params, huggingface.read_tokenizer_files(root)
+    return huggingface.open_model(root)
   raise ValueError(
     f'{root} holds no checkpoint; expected an Orbax step, a directory of steps, a work directory '
     f'with {WORKDIR_CHECKPOINTS}/, or a Hugging Face directory with {huggingface.CONFIG}'
   )
 
 
-def read_policy(
+def load_policy(
   path: str | os.PathLike[str],
 ) -> tuple[ModelConfig, dict[str, Any], dict[str, bytes]]:
-  """`load_policy` for Orbax checkpoints: a step, a directory of steps, or a work directory.
-
-  Nothing in the directory is changed, so a run may be saving there.
-  """
-  step = find_step(path)
-  meta = _read_meta(step)
-  if 'model' not in meta or 'tokenizer' not in meta:
-    raise ValueError(f'{step}: its meta has {sorted(meta)}; expected model and tokenizer')
-  try:
-    config = ModelConfig.from_hf(meta['model'])
-  except ValueError as error:
-    raise ValueError(f'{step}: {error}') from None
-  params = _read_params(step, config)
-  _check_finite(step, config, params)
-  return config, params, {name: _to_bytes(text) for name, text in meta['tokenizer'].items()}
+  """Reads a policy whole: (config, float32 parameters, tokenizer files). See `open_policy`."""
+  source = open_policy(path)
+  return source.config, source.params(), source.tokenizer_files
 
 
 def find_step(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -214,22 +210,51 @@ def _read_meta(step: pathlib.Path) -> dict[str, Any]:
   return meta
 
 
-def _read_params(step: pathlib.Path, config: ModelConfig) -> dict[str, Any]:
-  """Reads the parameters alone, as numpy arrays, after checking their shapes by name."""
-  handler = ocp.PyTreeCheckpointHandler()
+def _open_step(step: pathlib.Path) -> Source:
+  meta = _read_meta(step)
+  if 'model' not in meta or 'tokenizer' not in meta:
+    raise ValueError(f'{step}: its meta has {sorted(meta)}; expected model and tokenizer')
+  try:
+    config = ModelConfig.from_hf(meta['model'])
+    # Checkpoints saved before layouts were kept have none.
+    published = Layout.published(config)
+    layout = Layout.from_json(meta['layout']) if 'layout' in meta else published
+  except ValueError as error:
+    raise ValueError(f'{step}: {error}') from None
   with _unreadable(step):
-    stored = handler.metadata(step / STATE).tree
-  if PARAMS not in stored:
-    raise ValueError(f'{step}: its state has {sorted(stored)}; expected {PARAMS}')
-  abstract = {}
+    reader = ChunkReader(step / STATE)
+  if PARAMS not in reader.tree:
+    raise ValueError(f'{step}: its state has {sorted(reader.tree)}; expected {PARAMS}')
   for row in table(config):
-    _check_shape(step, stored[PARAMS], row.path, row.leaf_shape)
-    abstract[row.path] = jax.ShapeDtypeStruct(row.leaf_shape, np.float32)
-  item = {PARAMS: nest(abstract)}
-  how = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray, dtype=np.float32), item)
-  with _unreadable(step):
-    args = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
-    return ocp.Checkpointer(handler).restore(step / STATE, args=args)[PARAMS]
+    _check_shape(step, reader.tree[PARAMS], row.path, row.leaf_shape)
+  carried = None
+  if (step / CARRIED).is_dir():
+    stored = TensorReader(step / CARRIED)
+    carried = Carried(stored, stored.names())
+  files = {name: _to_bytes(text) for name, text in meta['tokenizer'].items()}
+  return Source(step, config, files, Origin(layout, carried), _Weights(step, reader))
+
+
+class _Weights:
+  """The weights in a step, in our layout."""
+
+  def __init__(self, step: pathlib.Path, reader: ChunkReader) -> None:
+    self._step = step
+    self._reader = reader
+
+  def dtype(self, row: Param) -> np.dtype:
+    return self._reader.dtype((PARAMS, *row.path))
+
+  def part(self, row: Param, where: Where) -> np.ndarray:
+    with _named(self._step):
+      return self._reader.read((PARAMS, *row.path), where)
+
+  def tensor(self, row: Param, index: Index, rows: slice | None) -> np.ndarray:
+    if rows is None:
+      return contiguous(row.to_hf(self.part(row, index)))
+    if not row.in_dims:
+      return self.part(row, (rows, *(slice(None),) * (len(row.shape) - 1)))
+    return contiguous(self.part(row, (slice(None), rows)).T)
 
 
 def _check_shape(
@@ -245,12 +270,6 @@ def _check_shape(
     )
 
 
-def _check_finite(root: pathlib.Path, config: ModelConfig, params: Mapping[str, Any]) -> None:
-  for name, tensor in named_tensors(config, params):
-    if not np.isfinite(tensor).all():
-      raise ValueError(f'{root}: tensor {name} holds NaN or infinity; expected finite weights')
-
-
 @contextlib.contextmanager
 def _unreadable(step: pathlib.Path) -> Iterator[None]:
   """Turns whatever a reader raises for a damaged or foreign checkpoint into one line."""
@@ -260,10 +279,23 @@ def _unreadable(step: pathlib.Path) -> Iterator[None]:
     yield
   except Exception as error:
     time.sleep(_STRAGGLER_SECS)
-    first = str(error).strip().splitlines() or ['']
-    raise ValueError(f'{step} can not be read: {type(error).__name__}: {first[0][:300]}') from error
+    raise _cannot_read(step, error) from error
   finally:
     sys.unraisablehook = hook
+
+
+@contextlib.contextmanager
+def _named(step: pathlib.Path) -> Iterator[None]:
+  """The same for one array, which has no stragglers; in any thread."""
+  try:
+    yield
+  except Exception as error:
+    raise _cannot_read(step, error) from error
+
+
+def _cannot_read(step: pathlib.Path, error: Exception) -> ValueError:
+  first = str(error).strip().splitlines() or ['']
+  return ValueError(f'{step} can not be read: {type(error).__name__}: {first[0][:300]}')
 
 
 def _without_stragglers(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -73,6 +73,9 @@ class TableRow(Protocol):
   def in_dims(self) -> int: ...
 
   @property
+  def shape(self) -> tuple[int, ...]: ...
+
+  @property
   def layers(self) -> tuple[int, ...] | None: ...
 
   @property
@@ -116,13 +119,15 @@ def check_block_scale(rule: str) -> None:
 def ignored_modules(table: Iterable[TableRow]) -> list[str]:
   """Returns the linear modules that stay BF16, as their names in the checkpoint.
 
-  The head is always among them, also where it is tied and has no tensor of its own. Embeddings and
-  norms are not: only linear modules are ever quantised, and vLLM has had releases that took a
-  named embedding for a linear module and failed.
+  Convolutions are among them, since servers make them of linear modules. The head is always among
+  them, also where it is tied and has no tensor of its own. Embeddings and norms are not: only
+  linear modules are ever quantised, and vLLM has had releases that took a named embedding for a
+  linear module and failed.
   """
   names = ['lm_head']
   for row in table:
-    if row.quantisable or not row.in_dims:
+    convolution = not row.in_dims and len(row.shape) > 2
+    if row.quantisable or not (row.in_dims or convolution):
       continue
     module = row.hf_name.removesuffix('.weight')
     names += [module.replace('{layer}', str(layer)) for layer in row.layers or (0,)]

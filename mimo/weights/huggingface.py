@@ -14,24 +14,22 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from mimo.models.config import ModelConfig
-from mimo.models.table import (
-  EMBEDDING,
-  HEAD,
-  Param,
-  from_named_tensors,
-  hf_params,
-  named_tensors,
-)
-from mimo.weights.shards import SHARD_BYTES, write_tensors
+from mimo.models.table import EMBEDDING, HEAD, Index, Param, hf_params, named_tensors
+from mimo.weights.chunked import Where
+from mimo.weights.encoder import Encoding, write_checkpoint
+from mimo.weights.layouts import Carried, Layout, Origin, Place, is_carried
+from mimo.weights.quantise import BF16
+from mimo.weights.shards import SHARD_BYTES
+from mimo.weights.shards import write_tensors as write_tensors
+from mimo.weights.sources import Source
+from mimo.weights.tensors import DTYPES, TensorReader, contiguous, read_json
 from mimo.weights.tensors import SINGLE as SINGLE
-from mimo.weights.tensors import TensorReader, read_json
 
 CONFIG = 'config.json'
 
@@ -48,6 +46,8 @@ TOKENIZER_FILES = (
   'tokenizer_config.json',
   'vocab.json',
 )
+
+_STRIP_ROWS = 4096
 
 # What the parameters of a model may be stored as.
 _PLAIN = frozenset({'F64', 'F32', 'F16', 'BF16'})
@@ -70,48 +70,59 @@ def read_tokenizer_files(directory: str | os.PathLike[str]) -> dict[str, bytes]:
   return {name: (root / name).read_bytes() for name in TOKENIZER_FILES if (root / name).is_file()}
 
 
+def open_model(directory: str | os.PathLike[str]) -> Source:
+  """Opens an unquantised checkpoint: every parameter is there and has the right shape.
+
+  Where config.json ties the head to the embedding and the checkpoint holds another head, the
+  tensors win, as in transformers: the config returned is untied. vLLM would take the config's
+  word; a checkpoint that we write does not leave the choice.
+
+  Raises:
+    ValueError: naming the file or tensor that is missing, corrupt, left over or of the wrong shape
+      or kind.
+  """
+  root = pathlib.Path(directory)
+  raw = read_config(root)
+  if 'quantization_config' in raw:
+    raise ValueError(f'{root / CONFIG} has a quantization_config; expected plain weights')
+  with _named(root / CONFIG):
+    config = ModelConfig.from_hf(raw)
+  reader = TensorReader(root)
+  layout = Layout.detect(config, reader.names())
+  with _named(root):
+    config, head_alone = resolve_tie(config, layout, reader)
+    places = {
+      (row.path, index): place_of(layout, row, index, head_alone=head_alone)
+      for _, row, index in hf_params(config)
+    }
+    _refuse_unexpected(config, reader.names(), {place.name for place in places.values()})
+    for place in places.values():
+      _check_stored(reader, place)
+  carried = tuple(name for name in reader.names() if is_carried(config, name))
+  return Source(
+    root,
+    config,
+    read_tokenizer_files(root),
+    Origin(layout, Carried(reader, carried) if carried else None),
+    _Weights(reader, places),
+  )
+
+
 def read_model(
   directory: str | os.PathLike[str],
   *,
   dtype: Any = np.float32,
   place: Callable[[Param, np.ndarray], Any] | None = None,
 ) -> tuple[ModelConfig, dict[str, Any]]:
-  """Reads an unquantised checkpoint.
-
-  Where config.json ties the head to the embedding and the checkpoint holds another head, the
-  tensors win, as in transformers: the config returned is untied. vLLM would take the config's
-  word; a checkpoint that we write does not leave the choice.
+  """Reads an unquantised checkpoint whole: (config, parameters). See `open_model`.
 
   Args:
     directory: of the checkpoint.
     dtype: of the parameters; those of the file are cast to it one tensor at a time.
-    place: puts one finished leaf where it shall live; see `from_named_tensors`.
-
-  Returns:
-    (config, parameters).
-
-  Raises:
-    ValueError: naming the file or tensor that is missing, corrupt or of the wrong shape or kind.
+    place: puts one finished leaf where it shall live; None leaves it to jax.
   """
-  raw = read_config(directory)
-  if 'quantization_config' in raw:
-    raise ValueError(
-      f'{pathlib.Path(directory) / CONFIG} has a quantization_config; expected plain weights'
-    )
-  with _named(pathlib.Path(directory) / CONFIG):
-    config = ModelConfig.from_hf(raw)
-  reader = TensorReader(directory)
-  config, stored_as = resolve_tie(config, reader.names(), reader.read)
-
-  def read(name: str) -> np.ndarray:
-    info = reader.info(stored_as(name))
-    if info.dtype not in _PLAIN:
-      raise ValueError(f'tensor {name} is stored as {info.dtype}; expected one of {sorted(_PLAIN)}')
-    return reader.read(stored_as(name))
-
-  with _named(reader.directory):
-    _refuse_unexpected(config, reader.names())
-    return config, from_named_tensors(config, read, dtype, place=place)
+  source = open_model(directory)
+  return source.config, source.params(dtype, place)
 
 
 def write_model(
@@ -120,7 +131,7 @@ def write_model(
   params: Mapping[str, Any],
   tokenizer_files: Mapping[str, bytes],
   *,
-  dtype: Any = ml_dtypes.bfloat16,
+  dtype: Any = BF16,
   shard_bytes: int = SHARD_BYTES,
 ) -> None:
   """Writes an unquantised checkpoint that transformers and vLLM load.
@@ -139,12 +150,13 @@ def write_model(
     ValueError: the directory exists and is not empty.
   """
   with new_directory(directory) as temporary:
-    dtype = np.dtype(dtype)
-    tensors = ((name, x.astype(dtype)) for name, x in named_tensors(config, params))
-    write_tensors(temporary, tensors, shard_bytes=shard_bytes)
+    encoding = Encoding('bf16', dtype=np.dtype(dtype))
+    tensors = ((name, x.astype(encoding.dtype)) for name, x in named_tensors(config, params))
+    origin = Origin(Layout.published(config), None)
+    write_checkpoint(temporary, config, tensors, encoding, origin, shard_bytes=shard_bytes)
     raw = config.to_hf()
     raw.pop('torch_dtype', None)
-    write_config(temporary, raw | {'dtype': dtype.name})
+    write_config(temporary, raw | {'dtype': encoding.dtype.name})
     for name, content in tokenizer_files.items():
       (temporary / name).write_bytes(content)
 
@@ -178,29 +190,100 @@ def new_directory(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
 
 
 def resolve_tie(
-  config: ModelConfig, names: Iterable[str], read: Callable[[str], np.ndarray]
-) -> tuple[ModelConfig, Callable[[str], str]]:
+  config: ModelConfig, layout: Layout, reader: TensorReader
+) -> tuple[ModelConfig, bool]:
   """Decides what a tied config means for the tensors at hand, as transformers does.
 
-  Returns (config, the name under which each tensor of it is stored): untied where the head and
-  the embedding are both there and differ; the head in the embedding's place where only it is there.
+  Returns (config, whether the head is in the embedding's place): the config is untied where the
+  head and the embedding are both there and differ.
   """
-  present = set(names) & {EMBEDDING, HEAD}
-  if not config.tie_embeddings or HEAD not in present:
-    return config, lambda name: name
-  if EMBEDDING not in present:
-    return config, lambda name: HEAD if name == EMBEDDING else name
-  if np.array_equal(read(EMBEDDING), read(HEAD)):
-    return config, lambda name: name
-  return dataclasses.replace(config, tie_embeddings=False), lambda name: name
+  embedding = layout.rename(EMBEDDING)
+  if not config.tie_embeddings or HEAD not in reader:
+    return config, False
+  if embedding not in reader:
+    return config, True
+  if _same(reader, embedding, HEAD):
+    return config, False
+  return dataclasses.replace(config, tie_embeddings=False), False
 
 
-def _refuse_unexpected(config: ModelConfig, names: Iterable[str]) -> None:
+def place_of(layout: Layout, row: Param, index: Index, *, head_alone: bool) -> Place:
+  """Returns where a tensor is in a checkpoint; `head_alone`: see `resolve_tie`."""
+  place = layout.place(row, index)
+  if head_alone and row.hf_name == EMBEDDING:
+    return dataclasses.replace(place, name=HEAD)
+  return place
+
+
+class _Weights:
+  """The weights of a checkpoint, in its layout."""
+
+  def __init__(
+    self, reader: TensorReader, places: Mapping[tuple[tuple[str, ...], Index], Place]
+  ) -> None:
+    self._reader = reader
+    self._places = places
+
+  def dtype(self, row: Param) -> np.dtype:
+    names = {self._places[row.path, index].name for _, index in row.hf_names()}
+    stored = {self._reader.info(name).dtype for name in names}
+    if len(stored) > 1 or stored == {'F64'}:
+      return np.dtype(np.float32)
+    return DTYPES[stored.pop()]
+
+  def tensor(self, row: Param, index: Index, rows: slice | None) -> np.ndarray:
+    place = self._places[row.path, index]
+    return self._reader.read(place.name, place.index, place.rows if rows is None else rows)
+
+  def part(self, row: Param, where: Where) -> np.ndarray:
+    if row.lead_shape:
+      return self._in_our_layout(row, self.tensor(row, where, None))
+    if row.in_dims == 1 and len(row.shape) == 2:
+      ours, theirs = where
+      return contiguous(self.tensor(row, (), theirs).T[ours])
+    if not row.in_dims:
+      return self.tensor(row, (), where[0])[(slice(None), *where[1:])]
+    return self._in_our_layout(row, self.tensor(row, (), None))[where]
+
+  def _in_our_layout(self, row: Param, x: np.ndarray) -> np.ndarray:
+    return contiguous(x.T).reshape(row.shape) if row.in_dims else x
+
+
+def _check_stored(reader: TensorReader, place: Place) -> None:
+  try:
+    place.check_shape(reader)
+  except KeyError:
+    raise ValueError(
+      f'tensor {place.name} is missing; expected shape {list(place.shape)}'
+    ) from None
+  stored = reader.info(place.name).dtype
+  if stored not in _PLAIN:
+    raise ValueError(f'tensor {place.name} is stored as {stored}; expected one of {sorted(_PLAIN)}')
+
+
+def _same(reader: TensorReader, a: str, b: str) -> bool:
+  """Whether two tensors are equal; strips of them are held."""
+  first, second = reader.info(a), reader.info(b)
+  if first.shape != second.shape:
+    return False
+  strips = (slice(i, i + _STRIP_ROWS) for i in range(0, first.shape[0], _STRIP_ROWS))
+  return all(np.array_equal(reader.read(a, (), s), reader.read(b, (), s)) for s in strips)
+
+
+def _refuse_unexpected(
+  config: ModelConfig, names: Iterable[str], expected: Collection[str]
+) -> None:
   # A tensor left over means another model than the config's: more layers, or biases. A tied head
   # is settled before, and old Llama checkpoints hold the rotary frequencies, which follow from
   # the config.
-  expected = {name for name, _, _ in hf_params(config)} | {HEAD}
-  left = [n for n in names if n not in expected and not n.endswith('.rotary_emb.inv_freq')]
+  left = [
+    name
+    for name in names
+    if name not in expected
+    and name != HEAD
+    and not name.endswith('.rotary_emb.inv_freq')
+    and not is_carried(config, name)
+  ]
   if left:
     raise ValueError(
       f'tensor {left[0]} is not one that the config implies ({len(left)} such); expected '

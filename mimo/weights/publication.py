@@ -185,10 +185,8 @@ class Publisher:
           scratch / name,
           self._config,
           _finite(tensors),
-          spec.format,
+          spec,
           tokenizer_files=self._tokenizer_files,
-          block_scale=spec.block_scale,
-          input_scales=spec.input_scales,
           shard_bytes=self._shard_bytes,
         )
         written.append(name)

@@ -80,6 +80,26 @@ def encode(
   return encoded
 
 
+def parts_of(name: str, shape: tuple[int, ...]) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+  """Returns what `encode` gives for a weight [out, in] of that shape: suffix -> (dtype, shape)."""
+  rows, columns = shape
+  grid = (-(-rows // formats.BLOCK), -(-columns // formats.BLOCK))
+  single = (np.dtype(np.float32), (1,))
+  nvfp4 = {
+    'weight_packed': (np.dtype(np.uint8), (rows, columns // 2)),
+    'weight_scale': (E4M3, (rows, columns // formats.GROUP)),
+    'weight_global_scale': single,
+  }
+  parts: dict[str, dict[str, tuple[np.dtype, tuple[int, ...]]]] = {
+    'bf16': {'weight': (BF16, shape)},
+    'fp8_channel': {'weight': (E4M3, shape), 'weight_scale': (np.dtype(np.float32), (rows, 1))},
+    'fp8_block': {'weight': (E4M3, shape), 'weight_scale_inv': (np.dtype(np.float32), grid)},
+    'nvfp4_w4a16': nvfp4,
+    'nvfp4_w4a4': nvfp4 | {'input_global_scale': single},
+  }
+  return parts[formats.get_format(name).name]
+
+
 def decode(name: str, parts: Mapping[str, np.ndarray], dtype: Any = BF16) -> np.ndarray:
   """Returns the weight [out, in] that `parts` (suffix -> array) holds.
 

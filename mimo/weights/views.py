@@ -9,12 +9,11 @@ the scales to the product, so nothing is rounded to bfloat16 between.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,8 +21,12 @@ import numpy as np
 
 from mimo.models.activations import ActivationQuant
 from mimo.models.config import ModelConfig
-from mimo.models.table import HEAD, Param, from_named_tensors, fuse_key, hf_params, table
+from mimo.models.table import HEAD, from_named_tensors, hf_params, table
 from mimo.weights import formats, huggingface, quantise
+from mimo.weights.encoder import Encoding, Tensor, write_checkpoint
+from mimo.weights.layouts import Layout, Origin, Place, is_carried
+from mimo.weights.shards import SHARD_BYTES
+from mimo.weights.tensors import TensorReader
 
 NOTE = 'mimo_view.json'  # how the view was made; nothing reads it to decode
 
@@ -88,81 +91,55 @@ def check_format(config: ModelConfig, format: str) -> None:
 def write_view(
   directory: str | os.PathLike[str],
   config: ModelConfig,
-  tensors: Iterable[tuple[str, np.ndarray]],
-  format: str,
+  tensors: Iterable[tuple[str, Tensor]],
+  spec: ViewSpec,
   *,
   tokenizer_files: Mapping[str, bytes],
-  block_scale: str = 'amax',
-  input_scales: Mapping[str, float] | None = None,
-  shard_bytes: int = huggingface.SHARD_BYTES,
+  origin: Origin | None = None,
+  shard_bytes: int = SHARD_BYTES,
 ) -> None:
   """Writes a view. The directory appears whole or not at all.
 
-  Tensors are taken one at a time: what is held is one fuse group and one shard.
+  Tensors are read, encoded and written several at a time, and what is held of them is bounded;
+  see `mimo.weights.pipeline`.
 
   Args:
     directory: to be made; it may exist if it is empty.
     config: the model.
     tensors: (Hugging Face name, bfloat16 tensor) of every tensor of the model, in any order.
-    format: its name.
+    spec: what it is to be.
     tokenizer_files: name -> content.
-    block_scale: see `ViewSpec`.
-    input_scales: see `ViewSpec`.
+    origin: how a bf16 view names tensors, and what is carried along; None: as the family's
+      publisher does, and nothing.
     shard_bytes: the most that one safetensors file holds, one tensor at least.
 
   Raises:
     ValueError: the format can't hold the model, the tensors are not the model's, or the directory
       exists and is not empty.
   """
-  spec = ViewSpec(format, block_scale, input_scales)
-  check_format(config, format)
+  check_format(config, spec.format)
+  origin = origin or Origin(Layout.published(config), None)
+  if spec.format != 'bf16':
+    origin = dataclasses.replace(origin, layout=origin.layout.single())
   with huggingface.new_directory(directory) as temporary:
-    encoded = encode_tensors(config, tensors, spec)
-    huggingface.write_tensors(temporary, encoded, shard_bytes=shard_bytes)
-    huggingface.write_config(temporary, view_config(config, format))
-    note = {'format': format, 'block_scale': block_scale}
+    encoding = Encoding(spec.format, spec.block_scale, spec.input_scales)
+    write_checkpoint(temporary, config, tensors, encoding, origin, shard_bytes=shard_bytes)
+    huggingface.write_config(temporary, view_config(config, spec.format, origin))
+    note = {'format': spec.format, 'block_scale': spec.block_scale}
     (temporary / NOTE).write_text(json.dumps(note) + '\n', encoding='utf-8')
     for name, content in tokenizer_files.items():
       (temporary / name).write_bytes(content)
 
 
-def view_config(config: ModelConfig, format: str) -> dict[str, Any]:
+def view_config(config: ModelConfig, format: str, origin: Origin) -> dict[str, Any]:
   """Returns config.json's content for a view."""
   raw = config.to_hf()
   raw.pop('torch_dtype', None)
   raw['dtype'] = 'bfloat16'
-  ignore = formats.ignored_modules(table(config))
+  names = (origin.layout.rename(n) for n in formats.ignored_modules(table(config)))
+  ignore = [*names, *(origin.carried.modules() if origin.carried else ())]
   stated = formats.quantization_config(format, ignore)
   return raw if stated is None else raw | {'quantization_config': stated}
-
-
-def encode_tensors(
-  config: ModelConfig, tensors: Iterable[tuple[str, np.ndarray]], spec: ViewSpec
-) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields (name, array) of a view's tensors, as soon as each fuse group is complete.
-
-  Raises ValueError for a tensor that is not the model's, comes twice, is missing, or has the wrong
-  dtype or shape.
-  """
-  expected = {name: (row, fuse_key(row, index)) for name, row, index in hf_params(config)}
-  sizes = collections.Counter(key for _, key in expected.values())
-  groups: dict[tuple[Any, ...], dict[str, np.ndarray]] = {}
-  for name, tensor in tensors:
-    if name not in expected:
-      raise ValueError(f'tensor {name} is not one of this model, or came twice')
-    row, key = expected.pop(name)
-    _check_tensor(name, tensor, row)
-    if not row.quantisable or spec.format == 'bf16':
-      yield name, tensor
-    elif key is None:
-      yield from _encode_group({name: tensor}, spec)
-    else:
-      group = groups.setdefault(key, {})
-      group[name] = tensor
-      if len(group) == sizes[key]:
-        yield from _encode_group(groups.pop(key), spec)
-  if expected:
-    raise ValueError(f'tensor {next(iter(expected))} is missing ({len(expected)} such)')
 
 
 def read_view(directory: str | os.PathLike[str], *, exact: bool = False) -> View:
@@ -183,12 +160,18 @@ def read_view(directory: str | os.PathLike[str], *, exact: bool = False) -> View
     config = ModelConfig.from_hf(raw)
   except ValueError as error:
     raise ValueError(f'{path / huggingface.CONFIG}: {error}') from None
-  reader = huggingface.TensorReader(path)
-  config, stored_as = huggingface.resolve_tie(config, reader.names(), reader.read)
+  reader = TensorReader(path)
+  layout = Layout.detect(config, reader.names())
+  config, head_alone = huggingface.resolve_tie(config, layout, reader)
   decoder = _Decoder(reader, config, format, np.float32 if exact else quantise.BF16)
+  places = {
+    name: huggingface.place_of(layout, row, index, head_alone=head_alone)
+    for name, row, index in hf_params(config)
+  }
   try:
-    params = from_named_tensors(config, lambda name: decoder.read(stored_as(name)), np.float32)
+    params = from_named_tensors(config, lambda name: decoder.read(name, places[name]), np.float32)
     leftover = sorted(set(reader.names()) - decoder.used - {HEAD})
+    leftover = [name for name in leftover if not is_carried(config, name)]
     if leftover:
       raise ValueError(
         f'tensor {leftover[0]} is not one of this model in {format} ({len(leftover)} such)'
@@ -200,11 +183,9 @@ def read_view(directory: str | os.PathLike[str], *, exact: bool = False) -> View
 
 
 class _Decoder:
-  """Decodes tensors by name, and remembers which stored tensors that took."""
+  """Decodes tensors, and remembers which stored tensors that took."""
 
-  def __init__(
-    self, reader: huggingface.TensorReader, config: ModelConfig, format: str, dtype: Any
-  ):
+  def __init__(self, reader: TensorReader, config: ModelConfig, format: str, dtype: Any):
     self._reader = reader
     self._dtype = dtype
     self._format = formats.get_format(format)
@@ -212,11 +193,11 @@ class _Decoder:
     self.used: set[str] = set()
     self.input_scales: dict[str, np.float32] = {}
 
-  def read(self, name: str) -> np.ndarray:
-    """Returns the tensor. KeyError where it is missing."""
+  def read(self, name: str, place: Place) -> np.ndarray:
+    """Returns the tensor of that name. KeyError where it is missing."""
     if name not in self._quantisable or not self._format.quantised:
-      return self._read_plain(name)
-    module = name.removesuffix('.weight')
+      return self._read_plain(place)
+    module = place.name.removesuffix('.weight')
     stored = {suffix: f'{module}.{suffix}' for suffix in self._format.suffixes}
     absent = [tensor for tensor in stored.values() if tensor not in self._reader]
     if absent:
@@ -230,49 +211,15 @@ class _Decoder:
     except ValueError as error:
       raise ValueError(f'{module}: {error}') from None
 
-  def _read_plain(self, name: str) -> np.ndarray:
-    tensor = self._reader.read(name)
-    self.used.add(name)
+  def _read_plain(self, place: Place) -> np.ndarray:
+    place.check_shape(self._reader)
+    tensor = self._reader.read(place.name, place.index, place.rows)
+    self.used.add(place.name)
     if tensor.dtype == quantise.BF16:
       return tensor
     if tensor.dtype not in (np.float32, np.float16):
-      raise ValueError(f'tensor {name} is {tensor.dtype}; expected bfloat16')
+      raise ValueError(f'tensor {place.name} is {tensor.dtype}; expected bfloat16')
     return tensor.astype(quantise.BF16)
-
-
-def _encode_group(
-  group: Mapping[str, np.ndarray], spec: ViewSpec
-) -> Iterator[tuple[str, np.ndarray]]:
-  """Yields the tensors that hold one fuse group, in the order of names."""
-  names = sorted(group)
-  input_scale = None
-  if spec.input_scales is not None and spec.format == 'nvfp4_w4a4':
-    absent = [name for name in names if name not in spec.input_scales]
-    if absent:
-      raise ValueError(f'{absent[0]} has no calibrated input scale')
-    # A server has one input for the whole group: the smallest divisor covers every part.
-    input_scale = min(float(spec.input_scales[name]) for name in names)
-  try:
-    encoded = quantise.encode(
-      spec.format,
-      [group[name] for name in names],
-      block_scale=spec.block_scale,
-      input_scale=input_scale,
-    )
-  except ValueError as error:
-    raise ValueError(f'{names[0]}: {error}') from None
-  for name, parts in zip(names, encoded, strict=True):
-    for suffix, array in parts.items():
-      yield f'{name.removesuffix(".weight")}.{suffix}', array
-
-
-def _check_tensor(name: str, tensor: np.ndarray, row: Param) -> None:
-  if tensor.dtype != quantise.BF16:
-    raise ValueError(f'tensor {name} is {tensor.dtype}; expected bfloat16')
-  if tensor.shape != row.hf_shape:
-    raise ValueError(
-      f'tensor {name} has shape {list(tensor.shape)}; expected {list(row.hf_shape)} for this config'
-    )
 
 
 def _input_scale(stored: np.ndarray) -> np.float32:

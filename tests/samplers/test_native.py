@@ -13,7 +13,7 @@ from mimo.samplers.base import Sampler, SamplerError, check_contract
 from mimo.samplers.engine import EngineSettings
 from mimo.samplers.native import NativeSampler
 from mimo.types import Source, Version
-from mimo.weights.views import View, read_view, write_view
+from mimo.weights.views import View, ViewSpec, read_view, write_view
 
 KEY = np.array([1, 2], np.uint32)
 
@@ -310,7 +310,7 @@ def test_a_view_directory_is_served_as_its_format_states(
   """Log-probs are those of the decoded view, with activations rounded where that is asked for."""
   tensors = named_tensors(config, make_params(0))
   bf16 = ((name, np.asarray(tensor, dtype='bfloat16')) for name, tensor in tensors)
-  write_view(tmp_path / 'view', config, bf16, 'fp8_channel', tokenizer_files={})
+  write_view(tmp_path / 'view', config, bf16, ViewSpec('fp8_channel'), tokenizer_files={})
 
   class OneView:
     def latest(self):

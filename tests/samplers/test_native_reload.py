@@ -13,7 +13,7 @@ from mimo.models.table import hf_params, named_tensors
 from mimo.samplers.engine import EngineSettings
 from mimo.samplers.native import NativeSampler
 from mimo.types import Source, Version
-from mimo.weights.views import write_view
+from mimo.weights.views import ViewSpec, write_view
 
 A, B = Version(1, 0, 0), Version(2, 0, 1)
 PROMPT = np.array([3, 1, 4, 1, 5, 9], np.int32)
@@ -58,10 +58,9 @@ def test_the_second_load_of_a_view_is_a_cold_load(format, square, weights, sampl
       tmp_path / str(version.number),
       square,
       tensors,
-      format,
-      tokenizer_files={},
       # Of each version's own, and no power of two apart: the other's would show.
-      input_scales=dict.fromkeys(names, 63.0 + 37.0 * version.number),
+      ViewSpec(format, input_scales=dict.fromkeys(names, 63.0 + 37.0 * version.number)),
+      tokenizer_files={},
     )
 
   def sampler():

@@ -139,9 +139,8 @@ def test_a_save_under_way_is_no_step_yet(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('where', ['', 'checkpoints', 'checkpoints/4'])
-@pytest.mark.parametrize('read', [checkpoints.load_policy, checkpoints.read_policy])
-def test_policy_from_a_work_directory_a_manager_or_a_step(workdir, state, config, where, read):
-  got_config, params, files = read(workdir / where)
+def test_policy_from_a_work_directory_a_manager_or_a_step(workdir, state, config, where):
+  got_config, params, files = checkpoints.load_policy(workdir / where)
   assert got_config.to_hf() == config.to_hf()
   assert_equal(params, jax.tree.map(lambda x: x + 4, state.params))
   assert files == TOKENIZER

@@ -13,6 +13,7 @@ class Row:
   quantisable: bool
   in_dims: int
   layers: tuple[int, ...] | None = None
+  shape: tuple[int, ...] = (4, 4)
 
 
 ROWS = (
@@ -20,6 +21,7 @@ ROWS = (
   Row('model.layers.{layer}.self_attn.q_proj.weight', True, 1),
   Row('model.layers.{layer}.input_layernorm.weight', False, 0, (0, 1)),
   Row('model.layers.{layer}.mlp.gate.weight', False, 1, (0, 1)),
+  Row('model.layers.{layer}.linear_attn.conv1d.weight', False, 0, (1,), (8, 1, 4)),
   Row('model.norm.weight', False, 0),
   Row('lm_head.weight', False, 1),
 )
@@ -63,6 +65,7 @@ def test_ignored_modules_name_every_linear_module_that_stays_bf16():
     'lm_head',
     'model.layers.0.mlp.gate',
     'model.layers.1.mlp.gate',
+    'model.layers.1.linear_attn.conv1d',
   ]
 
 

@@ -9,7 +9,7 @@ from mimo.models.config import ModelConfig
 from mimo.models.decoder import init
 from mimo.models.table import named_tensors
 from mimo.weights.calibration import calibrate
-from mimo.weights.views import write_view
+from mimo.weights.views import ViewSpec, write_view
 
 VOCAB = 512
 
@@ -67,8 +67,7 @@ def views(config, tmp_path_factory):
         found[name, seed],
         config,
         named_tensors(config, snapshot),
-        name,
+        ViewSpec(name, input_scales=scales if name == 'nvfp4_w4a4' else None),
         tokenizer_files={},
-        input_scales=scales if name == 'nvfp4_w4a4' else None,
       )
   return found

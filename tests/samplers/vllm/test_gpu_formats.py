@@ -11,7 +11,7 @@ from mimo.models.config import ModelConfig
 from mimo.models.decoder import init
 from mimo.models.table import named_tensors
 from mimo.weights.huggingface import TensorReader
-from mimo.weights.views import read_view, write_view
+from mimo.weights.views import ViewSpec, read_view, write_view
 
 pytestmark = pytest.mark.vllm
 
@@ -44,7 +44,7 @@ def wide():
 
 def _view(wide, directory, name):
   params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), init(wide, jax.random.key(0)))
-  write_view(directory, wide, named_tensors(wide, params), name, tokenizer_files={})
+  write_view(directory, wide, named_tensors(wide, params), ViewSpec(name), tokenizer_files={})
   tensors = named_tensors(wide, read_view(directory, exact=True).params)
   own = {key: np.asarray(value, np.float32) for key, value in tensors}
   return json.loads((directory / 'config.json').read_text()), TensorReader(directory), own
