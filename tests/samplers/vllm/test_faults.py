@@ -1,10 +1,6 @@
-"""A replica of a real vLLM server, and what goes wrong with servers and views.
-
-The tests share one server where they can, in the order in which they stand.
-"""
+"""What goes wrong with a real server, and what it costs: time, and nothing else."""
 
 import asyncio
-import contextlib
 import dataclasses
 import json
 import os
@@ -14,209 +10,93 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
 
-import jax
 import numpy as np
 import pytest
 
-from mimo.models import decoder
-from mimo.models.config import ModelConfig
-from mimo.rollouts import contract as rules
-from mimo.samplers.base import SamplerContract, SamplerError
-from mimo.samplers.vllm.client import ClientLimits, VllmClient
-from mimo.samplers.vllm.launch import ServerSettings, server_command, server_environment
-from mimo.samplers.vllm.process import ServerProcess, free_port
-from mimo.samplers.vllm.replica import Replica
-from mimo.samplers.vllm.sampler import RetryLimits, VllmSampler, check_status
-from mimo.samplers.vllm.watch import ReplicaLimits
+from mimo.samplers.vllm import client as http
+from mimo.samplers.vllm.client import VllmClient
 from mimo.samplers.vllm.wire import GenerateRequest
-from mimo.types import SamplingParams, Source, TurnSample, Version
-from mimo.weights.publication import Publisher, Snapshot, ViewFollower
-from mimo.weights.store import Blob, FileStore
-from mimo.weights.views import ViewSpec
+from mimo.types import TurnSample
 
 pytestmark = pytest.mark.vllm
 
 _ROOT = pathlib.Path(__file__).parents[3]
-_MODEL = {
-  'model_type': 'qwen3',
-  'architectures': ['Qwen3ForCausalLM'],
-  'vocab_size': 128,
-  'hidden_size': 64,
-  'intermediate_size': 128,
-  'num_hidden_layers': 2,
-  'num_attention_heads': 2,
-  'num_key_value_heads': 1,
-  'head_dim': 32,
-  'rms_norm_eps': 1e-6,
-  'rope_parameters': {'rope_type': 'default', 'rope_theta': 10000.0},
-  'tie_word_embeddings': True,
-  'max_position_embeddings': 2048,
-  'hidden_act': 'silu',
-  'attention_bias': False,
-}
-_MAX_TOKENS = 2048
-_PARAMS = SamplingParams(1.0, 0.97, 8, 16, 24, ())
-_PROMPT = np.array([5, 6, 7, 8], np.int32)
-_CLIENT = ClientLimits(keep_alive_secs=0.5, silence_secs=60.0, stall_secs=120.0)
-_CONTRACT = SamplerContract(
-  source=Source('cpu', 'CPU', 'bf16', 'bf16'),
-  logprob_mode='processed',
-  logits_dtype='float32',
-  vocab_size=128,
-  max_tokens=_MAX_TOKENS,
-  prefix_cache='keep',
-  max_sessions=8,
-)
+_CHILD = pathlib.Path(__file__).with_name('replica_child.py')
+_LONG = 2000  # tokens of a turn that something happens in
+_TRIES = 20
 
 
-class _Feed:
-  """A view whose pointer the tests move by hand, past what was damaged meanwhile."""
-
-  def __init__(self, follower: ViewFollower) -> None:
-    self._follower = follower
-    self.newest: Version | None = None
-    self.elsewhere: dict[Version, ViewFollower] = {}
-
-  def latest(self) -> Version | None:
-    return self.newest
-
-  def locate(self, version: Version) -> tuple[pathlib.Path, Mapping[str, Blob]]:
-    return self.elsewhere.get(version, self._follower).locate(version)
-
-
-def _environment(settings: ServerSettings) -> dict[str, str]:
-  # The devices that tests simulate are JAX's alone.
-  base = {name: value for name, value in os.environ.items() if not name.startswith(('JAX', 'XLA'))}
-  return server_environment(settings, base)
-
-
-def _settings(model: pathlib.Path, port: int) -> ServerSettings:
-  return ServerSettings(
-    str(model), port, max_tokens=_MAX_TOKENS, max_sessions=8, max_candidates=16, cpu_threads=1
-  )
-
-
-class _Rig:
-  """A store, a replica of a real server, and the loop that they run on."""
-
-  def __init__(self, root: pathlib.Path, runner: asyncio.Runner) -> None:
-    self.root = root
-    self._runner = runner
-    self.config = ModelConfig.from_hf(_MODEL)
-    self.params = decoder.init(self.config, jax.random.key(0))
-    self.store = FileStore(root / 'store')
-    self._publisher = Publisher(self.store, self.config, {}, {'bf16': ViewSpec('bf16')}, 0)
-    self._update = 0
-    self.feed = _Feed(ViewFollower(self.store, 'bf16'))
-    self.processes: list[ServerProcess] = []
-    self.feed.newest = self.publish(1.0)
-    self.replica = Replica(
-      self.feed,
-      self._launch,
-      name='cpu',
-      format='bf16',
-      prefix_cache='keep',
-      directory=root / 'replica',
-      check=lambda status: check_status(status, _CONTRACT, candidates=16),
-      new_client=lambda url: VllmClient(url, limits=_CLIENT, max_connections=8),
-      # A first step may compile; what is hung here has stopped for good.
-      limits=ReplicaLimits(stall_secs=15.0, unanswered_secs=60.0),
-    )
-    self.sampler = VllmSampler(
-      self.replica, _CONTRACT, limits=_CLIENT, retry=RetryLimits(recovery_secs=300.0)
-    )
-
-  async def _launch(self, model: pathlib.Path) -> ServerProcess:
-    settings = _settings(model, free_port('127.0.0.1'))
-    process = await ServerProcess.start(
-      server_command(settings),
-      url=f'http://127.0.0.1:{settings.port}',
-      log=self.root / 'server.log',
-      environment=_environment(settings),
-    )
-    self.processes.append(process)
-    return process
-
-  def run(self, work):
-    return self._runner.run(work)
-
-  def publish(self, scale: float) -> Version:
-    """Publishes the policy, its weights times a number; nobody is told."""
-    params = jax.tree.map(lambda x: x * scale, self.params)
-    self._update += 1
-    return self._publisher.publish(self._update, Snapshot(self.config, params))
-
-  def directory(self, version: Version) -> pathlib.Path:
-    return self.feed.locate(version)[0]
-
-  async def turn(self, name: str, **changes) -> TurnSample:
-    """Draws one turn, always of the same prompt, parameters and key, and checks it."""
-    params = SamplingParams(**{**_asdict(_PARAMS), **changes})
-    try:
-      sample = await self.sampler.sample(name, _PROMPT, params, np.array([3, 4], np.uint32))
-    finally:
-      await self.sampler.release(name)
-    rules.check_turn(sample, params)
-    rules.check_streams(
-      sample.tokens,
-      sample.logps,
-      sample.candidates,
-      sample.full_support,
-      vocab_size=128,
-      max_candidates=16,
-    )
-    return sample
-
-
-def _asdict(params: SamplingParams) -> dict:
-  return {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__}
-
-
-@pytest.fixture(scope='module')
-def rig(tmp_path_factory) -> Iterator[_Rig]:
-  with asyncio.Runner() as runner:
-    made = _Rig(tmp_path_factory.mktemp('rig'), runner)
-    try:
-      runner.run(made.sampler.start())
-      yield made
-    finally:
-      runner.run(made.sampler.close())
-
-
-def _tree(pid: int) -> dict[int, str]:
-  """Returns process id -> command line of all that came of a process."""
-  parents, commands = {}, {}
+def _processes(pid: int) -> dict[int, tuple[str, str]]:
+  """Returns process id -> (when it began, command line) of a process and all that came of it."""
+  parents, found = {}, {}
   for entry in pathlib.Path('/proc').iterdir():
     if entry.name.isdigit():
-      with contextlib.suppress(OSError, IndexError):
-        state, parent = (entry / 'stat').read_text().rpartition(')')[2].split()[:2]
-        if state != 'Z':
-          parents[int(entry.name)] = int(parent)
-          commands[int(entry.name)] = (entry / 'cmdline').read_text().replace('\0', ' ')
-  found, new = set(), {pid}
+      try:
+        state, parent, *rest = (entry / 'stat').read_text().rpartition(')')[2].split()
+        command = (entry / 'cmdline').read_text().replace('\0', ' ')
+      except OSError:
+        continue
+      if state != 'Z':
+        parents[int(entry.name)] = int(parent)
+        found[int(entry.name)] = rest[17], command
+  tree, new = set(), {pid} & found.keys()
   while new:
-    new = {child for child, parent in parents.items() if parent in new} - found
-    found |= new
-  return {child: commands[child] for child in sorted(found)}
+    tree |= new
+    new = {child for child, parent in parents.items() if parent in new} - tree
+  return {child: found[child] for child in tree}
+
+
+def _expect_gone(processes: dict[int, tuple[str, str]], secs: float = 30.0) -> None:
+  deadline = time.monotonic() + secs
+  left = processes
+  while left:
+    # By their beginning too: an id may be another's by now.
+    left = {pid: one for pid, one in left.items() if _processes(pid).get(pid, ('',))[0] == one[0]}
+    assert not left or time.monotonic() < deadline, left
+    time.sleep(0.05)
+
+
+def _pid(rig, part: str) -> int:
+  """Returns the id of the server's process whose command line has `part` in it."""
+  guard = rig.processes[-1].pid
+  processes = _processes(guard)
+  (pid,) = [pid for pid, (_, command) in processes.items() if part in command and pid != guard]
+  return pid
+
+
+async def _drawn(rig) -> int:
+  """Returns how many tokens a server whose engine stands still has drawn, once all are counted."""
+  before, tokens = -1, (await rig.status()).tokens
+  while tokens != before:
+    await asyncio.sleep(0.2)
+    before, tokens = tokens, (await rig.status()).tokens
+  return tokens
+
+
+async def _freeze_in_mid_turn(rig) -> tuple[asyncio.Future[TurnSample], int]:
+  """Begins a long turn and stops the engine within it. Returns the turn, and the engine's id.
+
+  Where this process is slow, a turn may end before its engine is stopped: then another is begun.
+  So what is returned is a turn that has begun and cannot end.
+  """
+  engine = _pid(rig, 'EngineCore')
+  for _ in range(_TRIES):
+    before = (await rig.status()).tokens
+    turn = asyncio.ensure_future(rig.turn('long', max_turn_tokens=_LONG))
+    while (await rig.status()).tokens == before and not turn.done():
+      await asyncio.sleep(0.01)
+    os.kill(engine, signal.SIGSTOP)
+    if before < await _drawn(rig) < before + _LONG:
+      assert not turn.done()
+      return turn, engine
+    os.kill(engine, signal.SIGCONT)
+    await turn
+  pytest.fail(f'{_TRIES} turns of {_LONG} tokens ended before their engine could be stopped')
 
 
 def _same(one: TurnSample, two: TurnSample) -> bool:
   return np.array_equal(one.tokens, two.tokens) and np.array_equal(one.logps, two.logps)
-
-
-def test_versions_are_followed_and_what_they_draw_differs(rig) -> None:
-  first = rig.run(rig.turn('first'))
-  assert first.spans[0].version == rig.replica.version.number == 1
-  rig.feed.newest = rig.publish(1.5)
-  second = rig.run(rig.turn('second'))
-  assert second.spans[0].version == 2
-  rig.feed.newest = rig.publish(1.0)
-  third = rig.run(rig.turn('third'))
-  assert third.spans[0].version == 3
-  assert not _same(first, second)
-  assert _same(first, third)  # bit for bit: these are the same weights again
 
 
 def test_the_stock_route_draws_the_same_turn(rig) -> None:
@@ -224,8 +104,10 @@ def test_the_stock_route_draws_the_same_turn(rig) -> None:
 
   async def both():
     client, number = await rig.replica.serving(60.0)
-    request = GenerateRequest('packed', _PROMPT, _PARAMS, 99, number, 5.0)
-    stock = VllmClient(rig.processes[-1].url, limits=_CLIENT, max_connections=1, packed=False)
+    request = GenerateRequest('packed', rig.prompt, rig.params, 99, number, 5.0)
+    stock = VllmClient(
+      rig.processes[-1].url, limits=rig.client_limits, max_connections=1, packed=False
+    )
     try:
       return await client.generate(request), await stock.generate(
         dataclasses.replace(request, request='stock')
@@ -246,140 +128,120 @@ def test_the_stock_route_draws_the_same_turn(rig) -> None:
     assert max(abs(ours[token] - theirs[token]) for token in ours) < 1e-6
 
 
-def _truncate(directory: pathlib.Path) -> None:
-  _replace(directory / 'model.safetensors', lambda content: content[: len(content) // 2])
+def _breaks(rig, act) -> str:
+  """Does something to a server in mid-turn. Returns what the replica says was the matter with it.
 
+  Whatever it is, the session gets its turn, whole and from the newest version, the server is
+  replaced, nothing of it is left, and the new one draws what the old one did.
+  """
+  rig.feed.newest = rig.publish(1.0)
+  before = rig.run(rig.turn('before'))
+  downs, failures = rig.replica.report().failures.get('down', 0), rig.sampler.failures
+  old = _processes(rig.processes[-1].pid)
 
-def _flip(directory: pathlib.Path) -> None:
-  _replace(directory / 'model.safetensors', lambda content: content[:-1] + b'\x55')
+  async def scenario():
+    turn, engine = await _freeze_in_mid_turn(rig)
+    act(engine)
+    return await turn
 
-
-def _delete(directory: pathlib.Path) -> None:
-  (directory / 'model.safetensors').unlink()
-
-
-def _replace(path: pathlib.Path, change) -> None:
-  content = path.read_bytes()
-  path.unlink()  # it may be linked elsewhere
-  path.write_bytes(change(content))
-
-
-@pytest.mark.parametrize(
-  'damage', [_truncate, _flip, _delete], ids=['truncated', 'flipped', 'gone']
-)
-def test_a_damaged_view_is_never_served(rig, damage) -> None:
-  before, served = rig.run(rig.turn('before')), rig.replica.version
-  bad = rig.publish(2.0)
-  damage(rig.directory(bad))
-  refused = rig.replica.report().failures.get('activate', 0)
-  rig.feed.newest = bad
-  after = rig.run(rig.turn('after'))  # which waits for the version that it asks for, or its refusal
-  assert rig.replica.report().failures['activate'] == refused + 1
-  assert 'model.safetensors' in rig.replica.report().last_failure
-  assert rig.replica.version == served
-  assert after.spans[0].version == served.number
-  assert _same(before, after)
-
-
-def test_a_view_of_another_architecture_is_never_served(rig) -> None:
-  before, served = rig.run(rig.turn('before')), rig.replica.version
-  config = ModelConfig.from_hf({**_MODEL, 'intermediate_size': 192})
-  params = decoder.init(config, jax.random.key(1))
-  store = FileStore(rig.root / 'other')
-  publisher = Publisher(store, config, {}, {'bf16': ViewSpec('bf16')}, 0)
-  for update in range(20):  # until its number is a new one here
-    other = publisher.publish(update, Snapshot(config, params))
-  rig.feed.elsewhere[other] = ViewFollower(store, 'bf16')
-  rig.feed.newest = other
-  after = rig.run(rig.turn('after'))
-  assert f'version {other.number} cannot be served' in rig.replica.report().last_failure
-  assert rig.replica.version == served
-  assert _same(before, after)
-  with pytest.raises(SamplerError, match=f'version {other.number} cannot be served'):
-    rig.run(rig.sampler.pin(other))
-  rig.feed.newest = served
-
-
-async def _in_mid_turn(rig, act) -> TurnSample:
-  """Draws a long turn, and does something to the server once it has begun."""
-  turn = asyncio.ensure_future(rig.turn('long', max_turn_tokens=_MAX_TOKENS - len(_PROMPT)))
-  while rig.replica.report().in_flight == 0:
-    await asyncio.sleep(0.01)
-  await asyncio.sleep(0.2)
-  act()
-  return await turn
-
-
-def _send(rig, part: str, number: int) -> None:
-  tree = _tree(rig.processes[-1].pid)
-  pids = [pid for pid, command in tree.items() if part in command]
-  assert pids, tree
-  os.kill(pids[0], number)
+  sample = rig.run(scenario())
+  report = rig.replica.report()
+  assert len(sample.tokens) == _LONG
+  assert {span.version for span in sample.spans} == {rig.feed.newest.number}
+  assert report.failures.get('down', 0) == downs + 1
+  failed = {kind for kind, count in rig.sampler.failures.items() if count > failures.get(kind, 0)}
+  assert failed and failed <= {http.CONNECTION, http.TRUNCATED}
+  assert len(old) >= 3
+  _expect_gone(old)
+  assert _same(before, rig.run(rig.turn('after')))
+  assert report.last_failure is not None
+  return report.last_failure
 
 
 def test_a_killed_server_costs_a_session_nothing_but_time(rig) -> None:
-  before, starts = rig.run(rig.turn('before')), rig.replica.report().starts
-  old = rig.processes[-1]
-  rig.feed.newest = rig.publish(1.0)
-  sample = rig.run(_in_mid_turn(rig, lambda: _send(rig, 'api_server', signal.SIGKILL)))
-  assert len(sample.tokens) == _MAX_TOKENS - len(_PROMPT)
-  assert {span.version for span in sample.spans} == {rig.feed.newest.number}
-  assert rig.replica.report().starts == starts + 1
-  assert not _tree(old.pid)
-  assert set(rig.sampler.failures) <= {'connection', 'truncated'}
-  assert _same(before, rig.run(rig.turn('after')))
+  """Its engine cannot end by itself then: it stands still."""
+  said = _breaks(rig, lambda engine: os.kill(_pid(rig, 'api_server'), signal.SIGKILL))
+  assert 'the server exited with status' in said
 
 
 def test_a_server_that_hangs_is_replaced(rig) -> None:
-  """Its engine stops; what answers HTTP goes on and keeps connections alive."""
-  before, starts = rig.run(rig.turn('before')), rig.replica.report().starts
-  sample = rig.run(_in_mid_turn(rig, lambda: _send(rig, 'EngineCore', signal.SIGSTOP)))
-  assert len(sample.tokens) == _MAX_TOKENS - len(_PROMPT)
+  """Its engine stands still; what answers HTTP goes on and keeps connections alive."""
+  assert 'the engine has taken no step' in _breaks(rig, lambda engine: None)
+
+
+def test_a_server_that_answers_nothing_is_replaced(rig, monkeypatch) -> None:
+  """Its engine goes on; what answers HTTP stands still, and its connections stay open."""
+  monkeypatch.setattr(http, '_STATUS_SECS', 3.0)
+
+  def act(engine: int) -> None:
+    os.kill(_pid(rig, 'api_server'), signal.SIGSTOP)
+    os.kill(engine, signal.SIGCONT)
+
+  assert 'its state has been unknown' in _breaks(rig, act)
+
+
+def test_a_slow_server_is_waited_for(rig) -> None:
+  """Its engine stands still again and again, each time for less long than a hung one is given."""
+  starts, activations = rig.replica.report().starts, rig.replica.report().activations
+  failures = rig.sampler.failures
+  pauses, pause_secs = 4, 0.35 * rig.limits.stall_secs
+
+  async def scenario():
+    turn, engine = await _freeze_in_mid_turn(rig)
+    for _ in range(pauses):
+      await asyncio.sleep(pause_secs)
+      steps = (await rig.status()).steps
+      while (await rig.status()).steps == steps:
+        os.kill(engine, signal.SIGCONT)
+        time.sleep(0.02)  # this loop must not come between
+        os.kill(engine, signal.SIGSTOP)
+        await asyncio.sleep(0.1)
+      assert not turn.done()
+    os.kill(engine, signal.SIGCONT)
+    return await turn
+
+  assert pauses * pause_secs > rig.limits.stall_secs
+  assert len(rig.run(scenario()).tokens) == _LONG
   report = rig.replica.report()
-  assert report.starts == starts + 1
-  assert 'the engine has taken no step' in report.last_failure
-  assert _same(before, rig.run(rig.turn('after')))
+  assert (report.starts, report.activations) == (starts, activations)
+  assert rig.sampler.failures == failures
 
 
-_RUN = """
-import asyncio, json, pathlib, sys
-from mimo.samplers.vllm.process import ServerProcess
-
-async def main():
-  stated = json.load(sys.stdin)
-  server = await ServerProcess.start(
-    stated['command'], url='', log=pathlib.Path(stated['log']), environment=stated['environment']
-  )
-  print(server.pid, flush=True)
-  await server.wait()
-
-asyncio.run(main())
-"""
+def _shared_memory(pids) -> set[pathlib.Path]:
+  found = set()
+  for pid in pids:
+    for line in pathlib.Path(f'/proc/{pid}/maps').read_text().splitlines():
+      if '/dev/shm/' in line and not line.endswith('(deleted)'):
+        found.add(pathlib.Path(line[line.index('/dev/shm/') :]))
+  return found
 
 
-def test_a_server_does_not_outlive_the_run(rig, tmp_path) -> None:
-  settings = _settings(shutil.copytree(rig.directory(rig.feed.newest), tmp_path / 'view'), 0)
-  stated = {
-    'command': server_command(settings),
-    'log': str(tmp_path / 'log'),
-    'environment': _environment(settings),
-  }
-  run = subprocess.Popen(
-    [sys.executable, '-c', _RUN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_ROOT
-  )
-  assert run.stdin is not None and run.stdout is not None
-  run.stdin.write(json.dumps(stated).encode())
-  run.stdin.close()
-  guard = int(run.stdout.readline())
-  deadline = time.monotonic() + 300
-  while not any('EngineCore' in command for command in _tree(guard).values()):
-    assert time.monotonic() < deadline and run.poll() is None, (tmp_path / 'log').read_text()
-    time.sleep(0.1)
-  pids = [guard, *_tree(guard)]
-  assert len(pids) >= 3
-  run.kill()
-  run.wait()
-  deadline = time.monotonic() + 30
-  while left := [pid for pid in pids if pathlib.Path(f'/proc/{pid}/cmdline').exists()]:
-    assert time.monotonic() < deadline, left
-    time.sleep(0.1)
+def test_a_server_does_not_outlive_a_run_that_is_killed(rig, tmp_path) -> None:
+  """A run of its own, killed while its server serves: with a turn in flight, most probably."""
+  view = shutil.copytree(rig.directory(rig.feed.newest), tmp_path / 'view')
+  settings = rig.settings(view)
+  stated = {'settings': dataclasses.asdict(settings), 'root': str(tmp_path)}
+  (tmp_path / 'job.json').write_text(json.dumps(stated))
+  said = tmp_path / 'said'
+  with open(said, 'wb') as file:
+    run = subprocess.Popen(
+      [sys.executable, str(_CHILD), str(tmp_path / 'job.json')],
+      stdout=file,
+      stderr=file,
+      cwd=_ROOT,
+    )
+  try:
+    deadline = time.monotonic() + 300
+    while 'turn 3' not in said.read_text():
+      assert run.poll() is None and time.monotonic() < deadline, said.read_text()
+      time.sleep(0.1)
+    processes = _processes(run.pid)
+    del processes[run.pid]
+    assert any('EngineCore' in command for _, command in processes.values()), processes
+    assert len(processes) >= 3
+    shared = _shared_memory(processes)
+  finally:
+    run.kill()
+    run.wait()
+  _expect_gone(processes)
+  assert not [path for path in shared if path.exists()]
