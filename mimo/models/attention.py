@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mimo.models import activations, layers
+from mimo.models import activations, blockwise, layers
 from mimo.models.config import ModelConfig
 
 
@@ -41,14 +41,16 @@ class Context(NamedTuple):
 
   Attributes:
     angles: (cos, sin), each [B, T, Dh / 2] float32.
-    mask: [B, T, S] bool, whether query t sees key s.
-    slots: [B, T] int32, where in the cache token t is written; beyond its end: nowhere. None in a
-      full forward.
+    segment_ids: [B, T] int32, 0 for padding, of rows that are run whole; None over a cache.
+    mask: [B, T, S] bool, whether query t sees position s of the cache; None without one.
+    slots: [B, T] int32, where in the cache token t is written; beyond its end: nowhere. None
+      without a cache.
   """
 
   angles: tuple[jax.Array, ...]
-  mask: jax.Array
-  slots: jax.Array | None
+  segment_ids: jax.Array | None = None
+  mask: jax.Array | None = None
+  slots: jax.Array | None = None
 
 
 class Attention(nn.Module):
@@ -83,18 +85,18 @@ class Attention(nn.Module):
       q, k = self.q_norm(q), self.k_norm(k)
     q, k = layers.rotate(q, context.angles), layers.rotate(k, context.angles)
     if state is None:
-      cache, k, v = None, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-    else:
-      if self.kv_quant is not None:
-        rounded = activations.fp8_static if self.kv_quant == 'fp8' else activations.bf16
-        k, v = rounded(k), rounded(v)
-      cache, layer = state
-      assert context.slots is not None
-      cache = write(cache, layer, context.slots, k, v)
-      window = context.mask.shape[-1]
-      k = cache.keys[layer, ..., :window].astype(self.dtype)
-      v = cache.values[layer, :, :, :window].astype(self.dtype)
-    return self.o_proj(attend(q, k, v, context.mask)), cache
+      assert context.segment_ids is not None
+      return self.o_proj(blockwise.attend(q, k, v, context.segment_ids)), None
+    if self.kv_quant is not None:
+      rounded = activations.fp8_static if self.kv_quant == 'fp8' else activations.bf16
+      k, v = rounded(k), rounded(v)
+    cache, layer = state
+    assert context.slots is not None and context.mask is not None
+    cache = write(cache, layer, context.slots, k, v)
+    window = context.mask.shape[-1]
+    k = cache.keys[layer, ..., :window].astype(self.dtype)
+    v = cache.values[layer, :, :, :window].astype(self.dtype)
+    return self.o_proj(blockwise.masked(q, k, v, context.mask)), cache
 
 
 def write(
@@ -111,28 +113,3 @@ def write(
     cache.keys.at[layer, rows, heads, :, slots].set(keys, mode='drop'),
     cache.values.at[layer, rows, heads, slots].set(values, mode='drop'),
   )
-
-
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-  """softmax(q k^T / sqrt(Dh)) v, query head h reading key head h // (H / Hkv).
-
-  Args:
-    q: [B, T, H, Dh] float.
-    k: [B, Hkv, Dh, S] float.
-    v: [B, Hkv, S, Dh] float.
-    mask: [B, T, S] bool; a query must see a key.
-
-  Returns:
-    [B, T, H, Dh], the dtype of `q`. Scores and their softmax are float32.
-  """
-  batch, length, heads, dim = q.shape
-  kv_heads, slots = k.shape[1], k.shape[-1]
-  split = (batch, kv_heads, heads // kv_heads, length)
-  merged = (batch, kv_heads, -1)  # the queries of one key head are rows of one matrix
-  q = q.transpose(0, 2, 1, 3).reshape(*merged, dim)
-  scores = jnp.einsum('bkqd,bkds->bkqs', q, k, preferred_element_type=jnp.float32)
-  scores = scores.reshape(*split, slots) * dim**-0.5
-  scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-  weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype).reshape(*merged, slots)
-  y = jnp.einsum('bkqs,bksd->bkqd', weights, v)
-  return y.reshape(batch, heads, length, dim).transpose(0, 2, 1, 3)

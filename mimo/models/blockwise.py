@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-BLOCK = 512
+BLOCK = 256
 _LOW = jnp.finfo(jnp.float32).min
 
 

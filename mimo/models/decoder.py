@@ -239,13 +239,8 @@ def extend(
 
 
 def _full_context(config: ModelConfig, segment_ids: jax.Array, positions: jax.Array) -> Context:
-  index = jnp.arange(segment_ids.shape[1])
-  same = segment_ids[:, :, None] == segment_ids[:, None, :]
-  return Context(
-    angles=layers.rope_angles(config.rope, config.head_dim, positions),
-    mask=same & (index <= index[:, None]),
-    slots=None,
-  )
+  angles = layers.rope_angles(config.rope, config.head_dim, positions)
+  return Context(angles, segment_ids=segment_ids)
 
 
 def _kind(quant: ActivationQuant | None) -> str | None:
