@@ -86,13 +86,13 @@ class Keys(NamedTuple):
     k: [N, B, Hkv, S, Dh].
     v: [N, B, Hkv, S, Dh].
     segment_ids: [N, B, S] int32.
-    index: [N, S] int32, where in the row each lies.
+    at: [N, S] int32, where in the row each lies.
   """
 
   k: jax.Array
   v: jax.Array
   segment_ids: jax.Array
-  index: jax.Array
+  at: jax.Array
 
 
 class Queries(NamedTuple):
@@ -101,12 +101,12 @@ class Queries(NamedTuple):
   Attributes:
     q: [B, Hkv, G, S, Dh].
     segment_ids: [B, S] int32.
-    index: [S] int32, where in the row each lies.
+    at: [S] int32, where in the row each lies.
   """
 
   q: jax.Array
   segment_ids: jax.Array
-  index: jax.Array
+  at: jax.Array
 
 
 class Partial(NamedTuple):
@@ -186,7 +186,7 @@ def _scores(queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array]:
   """Returns scores [B, Hkv, G, Sq, Sk] float32 and whether each is of a pair that counts."""
   ids = queries.segment_ids[:, :, None]
   seen = (ids == keys.segment_ids[:, None, :]) & (ids > 0)
-  seen = (seen & (keys.index <= queries.index[:, None]))[:, None, None]
+  seen = (seen & (keys.at <= queries.at[:, None]))[:, None, None]
   scores = _dot('bkgqd,bksd->bkgqs', queries.q, keys.k) * queries.q.shape[-1] ** -0.5
   return jnp.where(seen, scores, _LOW), seen
 
@@ -211,8 +211,8 @@ def _forward(
 
 def _backward(
   block: int, residuals: tuple[jax.Array, ...], dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-  return (*_pull_blocks(block, *residuals, dout), None)
+) -> tuple[jax.Array | None, ...]:
+  return (*_pull_blocks(block, residuals, dout), None)
 
 
 _attend_long.defvjp(_forward, _backward)
@@ -237,25 +237,17 @@ def _run_blocks(
 
 
 def _pull_blocks(
-  block: int,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  segment_ids: jax.Array,
-  out: jax.Array,
-  normaliser: jax.Array,
-  dout: jax.Array,
+  block: int, residuals: tuple[jax.Array, ...], dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the gradients of q, k and v."""
+  q, k, v, segment_ids, out, normaliser = residuals
   blocks = _Blocks(q.shape[1], block)
   keys, queries = blocks.keys(k, v, segment_ids), blocks.queries(q, k.shape[2], segment_ids)
   first = _first_blocks(keys.segment_ids)
   inner = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1, keepdims=True)
   inner, dout = (blocks.split_queries(x, k.shape[2]) for x in (inner, dout))
 
-  Sums = tuple[jax.Array, jax.Array]
-
-  def run(sums: Sums, xs: tuple) -> tuple[Sums, jax.Array]:
+  def run(sums: tuple[jax.Array, ...], xs: tuple) -> tuple[tuple[jax.Array, ...], jax.Array]:
     queries, normaliser, dout, inner, first, last = xs
 
     def pull_block(j: jax.Array, carry: tuple) -> tuple:
@@ -264,10 +256,10 @@ def _pull_blocks(
       return dq + parts[0], dk.at[j].add(parts[1]), dv.at[j].add(parts[2])
 
     zero = jnp.zeros(queries.q.shape, jnp.float32)
-    dq, *sums = jax.lax.fori_loop(first, last + 1, pull_block, (zero, *sums))
-    return tuple(sums), dq.astype(q.dtype)
+    dq, dk, dv = jax.lax.fori_loop(first, last + 1, pull_block, (zero, *sums))
+    return (dk, dv), dq.astype(q.dtype)
 
-  sums = (jnp.zeros(keys.k.shape, jnp.float32),) * 2
+  sums: tuple[jax.Array, ...] = (jnp.zeros(keys.k.shape, jnp.float32),) * 2
   xs = (queries, normaliser, dout, inner, first, jnp.arange(blocks.number))
   (dk, dv), dq = jax.lax.scan(run, sums, xs)
   dk, dv = blocks.join_keys(dk), blocks.join_keys(dv)
