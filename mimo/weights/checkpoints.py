@@ -2,20 +2,17 @@
 
 One step of a checkpoint directory holds a tree of arrays (`state`) and a JSON object (`meta`). A
 policy can be read from a step when the tree has the model's parameters under `params` and the meta
-has what `policy_meta` gives.
+has what `policy_meta` gives. Tensors that are carried along, such as those of a vision tower, are
+the same in every step: they lie once beside the steps, in `carried`, and each meta says so.
 """
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import dataclasses
+import functools
 import json
 import os
 import pathlib
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,21 +20,20 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from mimo.models.config import ModelConfig
-from mimo.models.table import Index, Param, leaf, table
-from mimo.weights import huggingface
-from mimo.weights.chunked import ChunkReader, Where
+from mimo.models.table import Index, Param, leaf, nest, table
+from mimo.weights import chunked, huggingface, steps
+from mimo.weights.chunked import ChunkReader, Path, Where
+from mimo.weights.encoder import write_carried
 from mimo.weights.layouts import Carried, Layout, Origin
+from mimo.weights.shards import TensorWriter
 from mimo.weights.sources import Source
+from mimo.weights.steps import META, STATE, WORKDIR_CHECKPOINTS
+from mimo.weights.steps import find_step as find_step
+from mimo.weights.steps import policy_meta as policy_meta
 from mimo.weights.tensors import TensorReader, contiguous
 
-STATE = 'state'
-META = 'meta'
 CARRIED = 'carried'
 PARAMS = 'params'
-WORKDIR_CHECKPOINTS = 'checkpoints'  # where a run's work directory keeps them
-
-_BINARY = 'base64:'
-_STRAGGLER_SECS = 0.5
 
 
 class Checkpoints:
@@ -47,10 +43,33 @@ class Checkpoints:
   is opened again. So one process opens it at a time.
   """
 
-  def __init__(self, directory: str | os.PathLike[str], keep: int):
+  def __init__(
+    self,
+    directory: str | os.PathLike[str],
+    keep: int,
+    *,
+    stacks: Mapping[Path, int] | None = None,
+    carried: Carried | None = None,
+  ):
+    """Opens the directory, or makes it.
+
+    Args:
+      directory: of the steps.
+      keep: how many steps.
+      stacks: the end of a leaf's path -> how many of its leading dimensions stack others, see
+        `stacks_of`: a step has a chunk for each of their indices.
+      carried: tensors that go with every step.
+
+    Raises:
+      ValueError: `keep` is less than 1, or the directory carries other tensors.
+    """
     if keep < 1:
       raise ValueError(f'keep is {keep}; expected at least 1 checkpoint')
     self.directory = pathlib.Path(directory).absolute()
+    self._stacks = dict(stacks or {})
+    self._carried = carried is not None
+    if carried is not None:
+      _write_carried(self.directory, carried)
     options = ocp.CheckpointManagerOptions(
       max_to_keep=keep,
       create=True,
@@ -77,8 +96,15 @@ class Checkpoints:
       self.wait()
       return
     json.dumps(meta)  # a meta that is no JSON fails here, not in the writer's thread
-    args = {STATE: ocp.args.StandardSave(tree), META: ocp.args.JsonSave(dict(meta))}
+    meta = {**meta, CARRIED: f'../{CARRIED}'} if self._carried else dict(meta)
+    how = jax.tree_util.tree_map_with_path(self._save_args, tree)
+    args = {STATE: ocp.args.StandardSave(tree, save_args=how), META: ocp.args.JsonSave(meta)}
     self._manager.save(step, args=ocp.args.Composite(**args))
+
+  def _save_args(self, path: tuple[Any, ...], _: Any) -> ocp.SaveArgs:
+    keys = tuple(map(_key, path))
+    stacked = [self._stacks[keys[i:]] for i in range(len(keys)) if keys[i:] in self._stacks]
+    return chunked.save_args(stacked[0] if stacked else 0)
 
   def latest(self) -> int | None:
     """Returns the newest step that is complete on disk, or None."""
@@ -87,7 +113,7 @@ class Checkpoints:
   def steps(self) -> list[int]:
     """Returns every step that is complete on disk, in order."""
     # Orbax counts a step from the moment its save begins, and no longer while it deletes it.
-    return sorted(s for s in self._manager.all_steps() if _is_step(self.directory / str(s)))
+    return sorted(s for s in self._manager.all_steps() if steps.is_step(self.directory / str(s)))
 
   def restore(self, step: int, abstract_tree: Any) -> tuple[Any, dict[str, Any]]:
     """Returns (tree, meta) of a step.
@@ -100,11 +126,11 @@ class Checkpoints:
     Raises:
       ValueError: there is no such step, or it can't be read as this tree.
     """
-    if step not in (steps := self.steps()):
-      raise ValueError(f'{self.directory} has no step {step}; it has {steps}')
+    if step not in (found := self.steps()):
+      raise ValueError(f'{self.directory} has no step {step}; it has {found}')
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, abstract_tree)
     args = {STATE: ocp.args.StandardRestore(abstract), META: ocp.args.JsonRestore()}
-    with _unreadable(self.directory / str(step)):
+    with steps.unreadable(self.directory / str(step)):
       restored = self._manager.restore(step, args=ocp.args.Composite(**args))
     return restored[STATE], restored[META]
 
@@ -117,18 +143,67 @@ class Checkpoints:
     self._manager.close()
 
 
-def policy_meta(
-  config: ModelConfig, tokenizer_files: Mapping[str, bytes], layout: Layout | None = None
-) -> dict[str, Any]:
-  """Returns the part of a checkpoint's meta from which `open_policy` knows the model.
+def stacks_of(config: ModelConfig) -> dict[Path, int]:
+  """Returns the path of each parameter -> how many leading dimensions of it stack others."""
+  return {row.path: len(row.lead_shape) for row in table(config)}
 
-  `layout`: of the checkpoint that it came from; None: its publisher's.
+
+def write_policy(directory: str | os.PathLike[str], source: Source) -> None:
+  """Writes a policy as step 0 of a directory, a few parts at a time.
+
+  The directory appears whole or not at all. Weights keep the dtype that they are stored in.
+
+  Raises ValueError where the directory exists and is not empty, or a weight isn't finite.
   """
-  return {
-    'model': config.to_hf(),
-    'tokenizer': {name: _to_text(content) for name, content in tokenizer_files.items()},
-    'layout': dataclasses.asdict(layout or Layout.published(config)),
+  leaves = {
+    row.path: chunked.ChunkedArray(
+      row.leaf_shape,
+      source.weights.dtype(row),
+      len(row.lead_shape),
+      functools.partial(source.parts, row),
+    )
+    for row in table(source.config)
   }
+  meta = steps.policy_meta(source.config, source.tokenizer_files, source.origin.layout)
+  with huggingface.new_directory(directory) as temporary:
+    if source.origin.carried is not None:
+      _write_carried(temporary, source.origin.carried)
+      meta |= {CARRIED: f'../{CARRIED}'}
+    handlers = {STATE: chunked.handler(), META: ocp.JsonCheckpointHandler()}
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    args = {STATE: ocp.args.PyTreeSave({PARAMS: nest(leaves)}), META: ocp.args.JsonSave(meta)}
+    with ocp.CheckpointManager(
+      temporary.absolute(), options=options, item_handlers=handlers
+    ) as manager:
+      manager.save(0, args=ocp.args.Composite(**args))
+
+
+def _write_carried(directory: pathlib.Path, carried: Carried) -> None:
+  """Writes what is carried, once."""
+  target = directory / CARRIED
+  if target.exists():
+    held = TensorReader(target).names()
+    if held != carried.names:
+      raise ValueError(
+        f'{target} holds {len(held)} tensors; expected the {len(carried.names)} that the policy '
+        'carries'
+      )
+    return
+  with (
+    huggingface.new_directory(target) as temporary,
+    TensorWriter(temporary, carried.specs()) as writer,
+  ):
+    write_carried(writer, carried)
+
+
+def _read_carried(step: pathlib.Path, meta: Mapping[str, Any]) -> Carried | None:
+  if CARRIED not in meta:
+    return None
+  directory = pathlib.Path(os.path.normpath(step / meta[CARRIED]))
+  if not directory.is_dir():
+    raise ValueError(f'{step}: {directory} is missing; expected the tensors that it carries along')
+  reader = TensorReader(directory)
+  return Carried(reader, reader.names())
 
 
 def open_policy(path: str | os.PathLike[str]) -> Source:
@@ -149,8 +224,8 @@ def open_policy(path: str | os.PathLike[str]) -> Source:
     raise ValueError(f'{root} does not exist; expected an Orbax or Hugging Face checkpoint')
   if not root.is_dir():
     raise ValueError(f'{root} is a file; expected the directory of a checkpoint')
-  if _is_orbax(root):
-    return _open_step(find_step(root))
+  if steps.is_orbax(root):
+    return _open_step(steps.find_step(root))
   if (root / huggingface.CONFIG).is_file():
     return huggingface.open_model(root)
   raise ValueError(
@@ -167,51 +242,8 @@ def load_policy(
   return source.config, source.params(), source.tokenizer_files
 
 
-def find_step(path: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns the step directory that a path names: itself, or the newest step in it.
-
-  Raises ValueError where there is no complete step.
-  """
-  root = pathlib.Path(path).absolute()
-  if _is_step(root):
-    return root
-  if (root / WORKDIR_CHECKPOINTS).is_dir():
-    root = root / WORKDIR_CHECKPOINTS
-  steps = [entry for entry in _numbered(root) if _is_step(entry)]
-  if not steps:
-    raise ValueError(f'{root} holds no complete checkpoint; expected numbered step directories')
-  return max(steps, key=lambda entry: int(entry.name))
-
-
-def _is_orbax(root: pathlib.Path) -> bool:
-  return _is_step(root) or (root / WORKDIR_CHECKPOINTS).is_dir() or bool(_numbered(root))
-
-
-def _numbered(root: pathlib.Path) -> list[pathlib.Path]:
-  if not root.is_dir():
-    return []
-  return [entry for entry in root.iterdir() if entry.name.isdigit() and entry.is_dir()]
-
-
-def _is_step(root: pathlib.Path) -> bool:
-  return (root / STATE).is_dir() and (root / META).is_dir() and _is_finished(root)
-
-
-def _is_finished(root: pathlib.Path) -> bool:
-  return not ocp.utils.is_tmp_checkpoint(root) and ocp.utils.is_checkpoint_finalized(root)
-
-
-def _read_meta(step: pathlib.Path) -> dict[str, Any]:
-  with _unreadable(step):
-    checkpointer = ocp.Checkpointer(ocp.JsonCheckpointHandler())
-    meta = checkpointer.restore(step / META, args=ocp.args.JsonRestore())
-  if not isinstance(meta, dict):
-    raise ValueError(f'{step}: its meta is a {type(meta).__name__}; expected an object')
-  return meta
-
-
 def _open_step(step: pathlib.Path) -> Source:
-  meta = _read_meta(step)
+  meta = steps.read_meta(step)
   if 'model' not in meta or 'tokenizer' not in meta:
     raise ValueError(f'{step}: its meta has {sorted(meta)}; expected model and tokenizer')
   try:
@@ -221,17 +253,14 @@ def _open_step(step: pathlib.Path) -> Source:
     layout = Layout.from_json(meta['layout']) if 'layout' in meta else published
   except ValueError as error:
     raise ValueError(f'{step}: {error}') from None
-  with _unreadable(step):
+  with steps.unreadable(step):
     reader = ChunkReader(step / STATE)
   if PARAMS not in reader.tree:
     raise ValueError(f'{step}: its state has {sorted(reader.tree)}; expected {PARAMS}')
   for row in table(config):
     _check_shape(step, reader.tree[PARAMS], row.path, row.leaf_shape)
-  carried = None
-  if (step / CARRIED).is_dir():
-    stored = TensorReader(step / CARRIED)
-    carried = Carried(stored, stored.names())
-  files = {name: _to_bytes(text) for name, text in meta['tokenizer'].items()}
+  carried = _read_carried(step, meta)
+  files = {name: steps.to_bytes(text) for name, text in meta['tokenizer'].items()}
   return Source(step, config, files, Origin(layout, carried), _Weights(step, reader))
 
 
@@ -246,7 +275,7 @@ class _Weights:
     return self._reader.dtype((PARAMS, *row.path))
 
   def part(self, row: Param, where: Where) -> np.ndarray:
-    with _named(self._step):
+    with steps.named(self._step):
       return self._reader.read((PARAMS, *row.path), where)
 
   def tensor(self, row: Param, index: Index, rows: slice | None) -> np.ndarray:
@@ -270,55 +299,9 @@ def _check_shape(
     )
 
 
-@contextlib.contextmanager
-def _unreadable(step: pathlib.Path) -> Iterator[None]:
-  """Turns whatever a reader raises for a damaged or foreign checkpoint into one line."""
-  hook = sys.unraisablehook
-  sys.unraisablehook = _without_stragglers(hook)
-  try:
-    yield
-  except Exception as error:
-    time.sleep(_STRAGGLER_SECS)
-    raise _cannot_read(step, error) from error
-  finally:
-    sys.unraisablehook = hook
-
-
-@contextlib.contextmanager
-def _named(step: pathlib.Path) -> Iterator[None]:
-  """The same for one array, which has no stragglers; in any thread."""
-  try:
-    yield
-  except Exception as error:
-    raise _cannot_read(step, error) from error
-
-
-def _cannot_read(step: pathlib.Path, error: Exception) -> ValueError:
-  first = str(error).strip().splitlines() or ['']
-  return ValueError(f'{step} can not be read: {type(error).__name__}: {first[0][:300]}')
-
-
-def _without_stragglers(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-  """When one read fails Orbax closes its event loop, and the others print a traceback each."""
-
-  def filtered(unraisable: Any) -> None:
-    if 'Event loop is closed' not in str(unraisable.exc_value):
-      hook(unraisable)
-
-  return filtered
-
-
-def _to_text(content: bytes) -> str:
-  try:
-    text = content.decode('utf-8')
-  except UnicodeDecodeError:
-    return _BINARY + base64.b64encode(content).decode('ascii')
-  if text.startswith(_BINARY):
-    return _BINARY + base64.b64encode(content).decode('ascii')
-  return text
-
-
-def _to_bytes(text: str) -> bytes:
-  if text.startswith(_BINARY):
-    return base64.b64decode(text.removeprefix(_BINARY))
-  return text.encode('utf-8')
+def _key(entry: Any) -> str:
+  """One step of a path into a pytree, as Orbax names it."""
+  for attribute in ('key', 'name', 'idx'):
+    if hasattr(entry, attribute):
+      return str(getattr(entry, attribute))
+  return str(entry)

@@ -161,6 +161,7 @@ class ChunkReader:
           parent_dir=self._directory,
           is_ocdbt_checkpoint=ocp.type_handlers.is_ocdbt_checkpoint(self._directory),
           use_zarr3=False,
+          ts_context=self._context,
         )
         spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=info.is_ocdbt_checkpoint)
         opened = ts.open(ts.Spec(spec), open=True, read=True, context=self._context)

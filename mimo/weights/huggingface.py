@@ -182,7 +182,7 @@ def new_directory(directory: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
     yield temporary
     # safetensors makes private files; a server may run as someone else.
     for path in temporary.iterdir():
-      path.chmod(0o666 & ~_umask())
+      path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())
     temporary.chmod(0o777 & ~_umask())
     temporary.rename(target)  # replaces an empty directory, and only an empty one
   finally:
