@@ -17,6 +17,7 @@ pytestmark = pytest.mark.vllm
 _ROOT = pathlib.Path(__file__).parents[2]
 _POOLS = ('cpu_bf16', 'cpu_fp8', 'cpu_nvfp4')
 _UPDATES = 3
+_SECS = 400.0  # for the servers and the first update, and again for the rest
 
 
 def _servers(workdir: pathlib.Path) -> dict[int, str]:
@@ -42,34 +43,54 @@ def _updates(workdir: pathlib.Path) -> list[dict]:
   return [r for r in writers.read(path) if 'train/kl' in r] if path.exists() else []
 
 
-def test_training_goes_on_from_three_servers_while_one_is_killed(tmp_path) -> None:
-  workdir = tmp_path / 'run'
-  environment = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
-  run = subprocess.Popen(
-    [
-      *(sys.executable, '-m', 'mimo.experiments.train', f'--workdir={workdir}'),
-      *(f'--config={_ROOT / "configs" / "mixed_vllm.py"}', f'--config.updates={_UPDATES}'),
-      *('--config.rollouts.prompts_per_update=3', '--config.trainer.rows=4'),
-    ],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    cwd=_ROOT,
-    env=environment,
-  )
-  started: set[int] = set()
+def _kill_a_server(run: subprocess.Popen, workdir: pathlib.Path) -> set[int]:
+  """Kills the fp8 server while the run stands still, so that the run cannot end before that.
+
+  Returns the servers' process ids.
+  """
+  run.send_signal(signal.SIGSTOP)
   try:
-    while not _updates(workdir) and run.poll() is None:
-      time.sleep(0.2)
+    assert len(_updates(workdir)) < _UPDATES, 'the run was over before a server could be killed'
     servers = _servers(workdir)
-    started |= {*servers, *(child for pid in servers for child in _children(pid))}
     (guard,) = [pid for pid, command in servers.items() if '-I' in command and 'cpu_fp8' in command]
-    os.kill(_children(guard)[0], signal.SIGKILL)
-    output, _ = run.communicate(timeout=900)
+    started = {*servers, *(child for pid in servers for child in _children(pid))}
+    (server,) = _children(guard)
+    os.kill(server, signal.SIGKILL)
+    return started
+  finally:
+    run.send_signal(signal.SIGCONT)
+
+
+def test_training_goes_on_from_three_servers_while_one_is_killed(tmp_path) -> None:
+  workdir, said = tmp_path / 'run', tmp_path / 'said'
+  environment = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
+  with open(said, 'wb') as file:
+    run = subprocess.Popen(
+      [
+        *(sys.executable, '-m', 'mimo.experiments.train', f'--workdir={workdir}'),
+        *(f'--config={_ROOT / "configs" / "mixed_vllm.py"}', f'--config.updates={_UPDATES}'),
+        *('--config.rollouts.prompts_per_update=3', '--config.trainer.rows=4'),
+      ],
+      stdout=file,
+      stderr=file,
+      cwd=_ROOT,
+      env=environment,
+    )
+  try:
+    deadline = time.monotonic() + _SECS
+    while not _updates(workdir):
+      assert run.poll() is None, said.read_text()
+      assert time.monotonic() < deadline, f'no update within {_SECS} s: {said.read_text()}'
+      time.sleep(0.1)
+    started = _kill_a_server(run, workdir)
+    try:
+      status = run.wait(_SECS)
+    except subprocess.TimeoutExpired:
+      pytest.fail(f'the run did not end within {_SECS} s: {said.read_text()}')
   finally:
     run.kill()
     run.wait()
-  assert run.returncode == 0, output
+  assert status == 0, said.read_text()
   records = _updates(workdir)
   assert len(records) == _UPDATES
   # What the servers drew from is the trainer's policy, as nearly as each format allows.
