@@ -31,14 +31,23 @@ def base(arm: str) -> config_dict.ConfigDict:
         'candidates': 16,  # recorded per token: twice the cap, so that ties at the cutoff fit
       },
       'rollouts': {
-        'schedule': 'async',  # or lockstep: no threads, a pure function of the seed
+        # or lockstep: no threads, a pure function of the seed; or simulated: that too, on a fleet
+        # whose time is virtual, so that sessions overlap updates as in async
+        'schedule': 'async',
         'prompts_per_update': 16,
         'group_size': 8,
         'in_flight_batches': 1.3,
         'buffered_batches': 2,
         'max_staleness_updates': config_dict.placeholder(int),  # no bound
         'lag_updates': 1,  # lockstep only
-        'episode_timeout_secs': 600.0,  # the first episodes wait for compilation
+        'episode_timeout_secs': 600.0,  # the first episodes wait for compilation; not simulated
+        'virtual': {  # simulated only; a pool's speed is its turns_per_hour
+          'update_secs': 60.0,
+          'publication_secs': 30.0,  # from the end of an update until replicas serve its weights
+          'answer_secs': 2.0,  # an environment's, to one turn
+          'session_tokens_per_sec': 4.0,  # of one session, however few there are
+          'turn_tokens': 6.0,  # drawn in a turn: what turns_per_hour is in tokens
+        },
       },
       'trainer': {
         'learning_rate': 2e-4,

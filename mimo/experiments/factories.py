@@ -279,7 +279,8 @@ def check_extras(config: config_dict.ConfigDict) -> None:
 def make_rollout_settings(
   config: config_dict.ConfigDict, sampling: SamplingParams, incarnation: int
 ) -> RolloutSettings:
-  """Returns what both ways of sampling need to know."""
+  """Returns what every way of sampling needs to know."""
+  simulated = config.rollouts.schedule == 'simulated'
   return RolloutSettings(
     groups=config.rollouts.prompts_per_update,
     members=config.rollouts.group_size,
@@ -287,7 +288,7 @@ def make_rollout_settings(
     seed=config.seed,
     incarnation=incarnation,
     split='train',
-    wall_clock_secs=config.rollouts.episode_timeout_secs,
+    wall_clock_secs=None if simulated else config.rollouts.episode_timeout_secs,
   )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import hashlib
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -15,19 +15,20 @@ from ml_collections import config_dict
 
 from mimo import fleet
 from mimo.evaluation import evaluate as evaluation
-from mimo.experiments import factories, servers, settings
+from mimo.experiments import factories, records, servers, settings, virtual
 from mimo.experiments.learner import Learner
 from mimo.experiments.workdir import Workdir
 from mimo.rollouts.asynchronous import AsyncLimits, AsyncRollouts
 from mimo.rollouts.base import Batch, RolloutSettings, RolloutSource
 from mimo.rollouts.lockstep import LockstepRollouts
+from mimo.rollouts.simulated import SimulatedRollouts, needed_update
 from mimo.rollouts.versions import live_updates
 from mimo.samplers.base import PinnableSampler, check_contract
+from mimo.samplers.stepped import NativeSteppedSampler
 from mimo.tasks.base import Task
 from mimo.telemetry import metrics, names, report, writers
 from mimo.telemetry.ledger import Ledger
 from mimo.telemetry.progress import Progress, evaluation_line
-from mimo.telemetry.writers import JsonlWriter, MultiWriter, TensorBoardWriter, WandbWriter, Writer
 from mimo.trainer.update import LOGITS_DTYPE
 from mimo.types import SamplingParams, Version
 from mimo.weights.checkpoints import Checkpoints, policy_meta
@@ -116,7 +117,7 @@ class Run:
     config = plan.config
     self.plan = plan
     self.workdir = workdir
-    self._lockstep = config.rollouts.schedule == 'lockstep'
+    self._schedule = config.rollouts.schedule
     self._checkpoints = Checkpoints(workdir.path / 'checkpoints', _KEPT_CHECKPOINTS)
     step = self._checkpoints.latest()
     self._meta: dict[str, Any] = {'rollouts': None, 'ledger': None}
@@ -136,20 +137,27 @@ class Run:
       workdir.incarnation,
     )
     self._follower = ViewFollower(self.store, factories.EVALUATION_VIEW)
-    self._update_of = live_updates(self._follower.versions(), workdir.starts)
+    known = self._follower.versions()
+    self._update_of = live_updates(known, workdir.starts)
+    self._version_of = {v.update: v for v in known if v.number in self._update_of}
     self._saved = self.start
+    # By checkpoint: the oldest update whose views a run needs that goes on from it.
+    self._needed: dict[int, float] = {}
+    if step is not None:
+      self._needed[step] = needed_update(self._meta['rollouts'])
     self.ledger = Ledger([pool.name for pool in plan.pools])
     if self._meta['ledger'] is not None:
       self.ledger.restore(self._meta['ledger'])
-    self.writer = self._make_writer(step)
-    self.evaluated = evaluated_updates(workdir.path)
+    self.writer = records.make_writer(config, workdir.path, keep_through=step)
+    self.evaluated = records.evaluated_updates(workdir.path)
     self.progress = Progress(config.updates, done=self.start, stream=None)
-    # One worker for every native sampler and one for the update; lockstep samples with no threads.
+    # One worker for every native sampler and one for the update; else there are no threads.
     self._sampling, self._updating = (
-      None if self._lockstep else concurrent.futures.ThreadPoolExecutor(1, name)
+      concurrent.futures.ThreadPoolExecutor(1, name) if self._schedule == 'async' else None
       for name in ('sampler', 'update')
     )
     self.samplers: tuple[PinnableSampler, ...] = ()
+    self.stepped: tuple[NativeSteppedSampler, ...] = ()
     self.rollouts: RolloutSource | None = None
     self._evaluator: PinnableSampler | None = None
     self._booked_at = time.monotonic()
@@ -159,24 +167,30 @@ class Run:
     plan = self.plan
     await self.publish(self.start)
     model = plan.policy.model
-    self.samplers = factories.make_samplers(
-      plan.config,
-      plan.pools,
-      self.store,
-      model,
-      sampling=plan.sampling,
-      max_tokens=plan.task.max_tokens,
-      directory=self.workdir.path / 'servers',
-      executor=self._sampling,
-    )
+    if self._schedule == 'simulated':
+      self.stepped = virtual.make_samplers(
+        plan.config, plan.pools, self.store, model, max_tokens=plan.task.max_tokens
+      )
+    else:
+      self.samplers = factories.make_samplers(
+        plan.config,
+        plan.pools,
+        self.store,
+        model,
+        sampling=plan.sampling,
+        max_tokens=plan.task.max_tokens,
+        directory=self.workdir.path / 'servers',
+        executor=self._sampling,
+      )
     self._evaluator = factories.make_evaluator(
       self.store,
       model,
       max_tokens=plan.task.max_tokens,
       executor=self._sampling,
     )
-    for sampler in (*self.samplers, self._evaluator):
-      check_contract(sampler.contract, logits_dtype=LOGITS_DTYPE, vocab_size=model.vocab_size)
+    contracts = [s.contract for s in (*self.samplers, self._evaluator)]
+    for contract in (*contracts, *(s.contract for s in self.stepped)):
+      check_contract(contract, logits_dtype=LOGITS_DTYPE, vocab_size=model.vocab_size)
     self._booked_at = time.monotonic()
     await asyncio.gather(*(sampler.start() for sampler in (*self.samplers, self._evaluator)))
     self.rollouts = self._make_rollouts()
@@ -189,17 +203,26 @@ class Run:
     for view, reason in self._publisher.failures.items():
       self.progress.note(f'view {view} stays at its last version: {reason}')
     self._update_of[version.number] = update
+    self._version_of[update] = version
     await self.in_update_worker(self._retire)
     return version
 
   def _retire(self) -> None:
-    """Keeps the newest publications, and what a resumed lockstep run would sample from."""
+    """Keeps the newest publications, and what is sampled from yet or by a run that is resumed."""
     known = self._follower.versions()
     kept = {version.number for version in known[-_KEPT_VERSIONS:]}
-    if self._lockstep:
-      oldest = self._saved - self.plan.config.rollouts.lag_updates
-      kept |= {version.number for version in known if version.update >= oldest}
+    oldest = self._oldest_update()
+    kept |= {version.number for version in known if version.update >= oldest}
     self._publisher.retain(kept)
+
+  def _oldest_update(self) -> float:
+    """Returns the oldest update whose weights may be asked for again, if any may."""
+    if self._schedule == 'lockstep':
+      return self._saved - self.plan.config.rollouts.lag_updates
+    needed = [self._needed[self._saved]] if self._saved in self._needed else []
+    if isinstance(self.rollouts, SimulatedRollouts):
+      needed.append(self.rollouts.oldest_update())
+    return min(needed, default=math.inf)
 
   async def batch(self, update: int) -> Batch:
     """Waits for the batch that `update` updates are followed by."""
@@ -239,7 +262,7 @@ class Run:
     stats = batch.stats
     of_batch, histograms = metrics.batch_metrics(batch.groups, batch.staleness)
     of_sampling, more = metrics.rollout_metrics(dataclasses.asdict(stats))
-    costs = self._book(stats.turns())
+    costs = self._book(stats.turns(), stats.secs)
     for error in stats.errors:
       self.progress.note(f'lost: {error}')
     speed = {names.SAMPLER_SPEED: stats.sampled_tokens_per_sec}
@@ -250,11 +273,15 @@ class Run:
     self.writer.flush()
     self.progress.update(step, scalars)
 
-  def _book(self, turns: dict[str, int]) -> dict[str, float]:
-    """Books turns, and the time that replicas were held since the last booking."""
+  def _book(self, turns: dict[str, int], secs: float) -> dict[str, float]:
+    """Books turns, and the time that replicas were held since the last booking.
+
+    What is simulated holds them for the virtual `secs` since the last batch.
+    """
     pools = self.plan.pools
     now = time.monotonic()
-    held = {pool.name: (now - self._booked_at) * pool.replicas for pool in pools}
+    elapsed = secs if self._schedule == 'simulated' else now - self._booked_at
+    held = {pool.name: elapsed * pool.replicas for pool in pools}
     self._booked_at = now
     return self.ledger.add(
       turns=turns,
@@ -272,6 +299,7 @@ class Run:
       'ledger': self.ledger.state(),
     }
     self._checkpoints.save(update, self.learner.state, meta)
+    self._needed[update] = needed_update(meta['rollouts'])
     # The save before this one is complete: `save` waited for it.
     complete = self._checkpoints.latest()
     self._saved = self._saved if complete is None else complete
@@ -304,7 +332,7 @@ class Run:
     self.workdir.close()
 
   async def in_update_worker(self, work: Callable[[], _T]) -> _T:
-    """Runs `work` where the update runs; in lockstep, here."""
+    """Runs `work` where the update runs; without threads, here."""
     if self._updating is None:
       return work()
     return await asyncio.get_running_loop().run_in_executor(self._updating, work)
@@ -313,7 +341,19 @@ class Run:
     config = self.plan.config
     options = dataclasses.replace(self.plan.rollouts, incarnation=self.workdir.incarnation)
     state = self._meta['rollouts']
-    if self._lockstep:
+    if self._schedule == 'simulated':
+      return SimulatedRollouts(
+        self.plan.task,
+        self.stepped,
+        options,
+        limits=self.plan.limits,
+        speeds=virtual.make_speeds(config, self.plan.pools),
+        times=virtual.make_times(config),
+        activate=self._activate,
+        update_of=self._update_of,
+        state=state,
+      )
+    if self._schedule == 'lockstep':
       return LockstepRollouts(
         self.plan.task,
         self.samplers,
@@ -331,6 +371,12 @@ class Run:
       state=state,
     )
 
+  def _activate(self, replica: int, update: int) -> None:
+    """Makes one simulated replica serve the weights of `update`."""
+    if update not in self._version_of:
+      raise ValueError(f'the store holds no publication of update {update}')
+    self.stepped[replica].activate(self._version_of[update])
+
   async def _pin(self, update: int) -> int:
     """Makes every sampler serve the weights of `update`. Returns their publication number."""
     version = self._follower.find(update, self.workdir.starts)
@@ -340,31 +386,7 @@ class Run:
       await sampler.pin(version)
     return version.number
 
-  def _make_writer(self, keep_through: int | None) -> Writer:
-    config, path = self.plan.config, self.workdir.path
-    kept: list[Writer] = [
-      JsonlWriter(path / 'metrics.jsonl', keep_through=keep_through),
-      TensorBoardWriter(path / 'tensorboard', keep_through=keep_through),
-    ]
-    if config.wandb_project:
-      kept.append(
-        WandbWriter(
-          project=config.wandb_project,
-          name=path.name,
-          run_id=f'{path.name}-{hashlib.sha256(str(path).encode()).hexdigest()[:8]}',
-          directory=path,
-          config=config.to_dict(),
-        )
-      )
-    return MultiWriter(kept)
-
 
 def _evaluation_seed(seed: int, update: int) -> int:
   """Returns the seed of one evaluation: a number of its own per run and update."""
   return seed * 1_000_003 + update
-
-
-def evaluated_updates(workdir: pathlib.Path) -> set[int]:
-  """Returns the updates whose evaluation metrics.jsonl holds."""
-  name = names.of_eval('heldout', 'tasks')
-  return {record['step'] for record in writers.read(workdir / 'metrics.jsonl') if name in record}

@@ -12,12 +12,16 @@ from ml_collections import config_dict
 
 from mimo.models.parallel import MESH_AXES
 
+SCHEDULES = ('async', 'lockstep', 'simulated')
+
 _POSITIVE = (
   'rollouts.prompts_per_update',
   'rollouts.group_size',
   'rollouts.in_flight_batches',
   'rollouts.buffered_batches',
   'rollouts.episode_timeout_secs',
+  'rollouts.virtual.session_tokens_per_sec',
+  'rollouts.virtual.turn_tokens',
   'trainer.learning_rate',
   'trainer.rows',
   'trainer.row_tokens',
@@ -32,6 +36,9 @@ _NOT_NEGATIVE = (
   'updates',
   'rollouts.lag_updates',
   'rollouts.max_staleness_updates',
+  'rollouts.virtual.update_secs',
+  'rollouts.virtual.publication_secs',
+  'rollouts.virtual.answer_secs',
   'trainer.warmup_updates',
   'trainer.weight_decay',
   'trainer.max_grad_norm',
@@ -76,7 +83,7 @@ def check(config: config_dict.ConfigDict) -> None:
     value = _leaf(config, key)
     if value is not None and not value >= 0:
       raise ValueError(f'{key} is {value}; expected a number >= 0')
-  one_of('rollouts.schedule', config.rollouts.schedule, ('async', 'lockstep'))
+  one_of('rollouts.schedule', config.rollouts.schedule, SCHEDULES)
   if config.rollouts.group_size < 2:
     raise ValueError(
       f'rollouts.group_size is {config.rollouts.group_size}; expected at least 2: a group of one '
@@ -94,6 +101,15 @@ def check(config: config_dict.ConfigDict) -> None:
       raise ValueError(
         f'pools.{name}.turns_per_hour is {pool.turns_per_hour}; expected a number > 0'
       )
+    if config.rollouts.schedule == 'simulated':
+      if pool.server != 'native':
+        raise ValueError(
+          f"pools.{name}.server is {pool.server!r}; expected 'native', which alone can be simulated"
+        )
+      if pool.turns_per_hour is None:
+        raise ValueError(
+          f'pools.{name}.turns_per_hour is not stated; expected how fast the simulated pool is'
+        )
 
 
 def _leaf(config: config_dict.ConfigDict, key: str) -> float | None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -29,10 +29,10 @@ from mimo.rollouts.groups import GroupRunner
 from mimo.rollouts.keys import session_key
 from mimo.rollouts.tally import Tally
 from mimo.rollouts.turnlog import Answer, Member, TurnLog, dump, parse, parse_answer
-from mimo.rollouts.virtual import NEVER, Asked, Clock, PoolSpeed, Replica, VirtualTimes
+from mimo.rollouts.virtual import NEVER, Asked, Clock, PoolSpeed, Replica, Running, VirtualTimes
 from mimo.samplers.base import SamplerContract, SamplerError, SteppedSampler
 from mimo.tasks.base import Task
-from mimo.types import PromptRef, SamplingParams, Trajectory, TurnSample
+from mimo.types import SamplingParams, TurnSample
 
 # Rounds of the event loop that environments get before it is taken that they wait for something.
 _PATIENT_ROUNDS = 1000
@@ -40,30 +40,6 @@ _WAIT_SECS = 0.001
 
 # Makes a replica serve the weights of one update of this run's history from its next step on.
 Activate = Callable[[int, int], None]
-
-
-@dataclasses.dataclass(slots=True)
-class _Running:
-  """A group under way.
-
-  Attributes:
-    prompt: the task and group.
-    members: how many it has.
-    tasks: their episodes, by member.
-    collected: whether the backlog has it.
-  """
-
-  prompt: PromptRef
-  members: int
-  tasks: dict[int, asyncio.Task[Trajectory | None]] = dataclasses.field(default_factory=dict)
-  collected: bool = False
-
-  def live(self) -> int:
-    """Returns how many episodes go on."""
-    return 0 if self.collected else sum(not task.done() for task in self.tasks.values())
-
-  def complete(self) -> bool:
-    return len(self.tasks) == self.members and not self.live()
 
 
 class _Door:
@@ -156,7 +132,7 @@ class SimulatedRollouts:
     )
     self._saved = state
     self._clock = Clock()
-    self._groups: dict[int, _Running] = {}  # outstanding ones, in the order of their starts
+    self._groups: dict[int, Running] = {}  # outstanding ones, in the order of their starts
     self._log = TurnLog()
     self._played: dict[str, int] = {}  # answers that an open session has had
     self._asked: dict[str, tuple[Asked, asyncio.Future[Answer]]] = {}
@@ -205,9 +181,7 @@ class SimulatedRollouts:
     }
 
   def oldest_update(self) -> int:
-    """Returns the oldest update whose weights a sampler serves: a resumed run needs its views."""
-    if not self._open and self._saved is not None:
-      return min(self._saved['served'])
+    """Returns the oldest update whose weights a replica serves, -1 before the first batch."""
     return min(replica.served for replica in self._replicas)
 
   async def close(self) -> None:
@@ -263,7 +237,7 @@ class SimulatedRollouts:
         return
       while self._backlog.room:
         prompt = self._backlog.start()
-        group = self._groups[prompt.group] = _Running(prompt, self._settings.members)
+        group = self._groups[prompt.group] = Running(prompt, self._settings.members)
         for member in range(self._settings.members):
           self._play(group, member)
 
@@ -307,7 +281,7 @@ class SimulatedRollouts:
 
   # Sessions.
 
-  def _play(self, group: _Running, member: int) -> None:
+  def _play(self, group: Running, member: int) -> None:
     prompt = group.prompt
     key = session_key(seed=self._settings.seed, update=0, group=prompt.group, member=member)
     place = functools.partial(self._place, Member(prompt.group, member))
@@ -381,7 +355,7 @@ class SimulatedRollouts:
     self._known_before |= dict(saved['updates'])
     prompts = {p.group: p for p in (self._backlog.start() for _ in saved['groups'])}
     for number in saved['groups']:
-      self._groups[number] = _Running(prompts[number], self._settings.members)
+      self._groups[number] = Running(prompts[number], self._settings.members)
     self._restoring = True
     # What ended needs a place for a moment; who waits for one comes last, and in order.
     for stage in ('ended', 'seated', 'waiting'):
@@ -399,3 +373,11 @@ class SimulatedRollouts:
     self._backlog.restore(saved['backlog'])
     assert self._saved is not None
     self._tally.restore(self._saved['tally'])
+
+
+def needed_update(state: Mapping[str, Any]) -> float:
+  """Returns the oldest update whose views a source needs that goes on from a state of any source.
+
+  Infinity where it needs none.
+  """
+  return min(state['served'], default=math.inf) if 'served' in state else math.inf

@@ -5,6 +5,7 @@ Seconds here are virtual. Nothing waits for them: the clock jumps from event to 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import heapq
 import math
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mimo.samplers.base import SamplerError, Step, SteppedSampler
-from mimo.types import SamplingParams, TurnSample
+from mimo.types import PromptRef, SamplingParams, Trajectory, TurnSample
 
 NEVER = math.inf
 
@@ -229,3 +230,28 @@ class Replica:
     self._asked = [asked[session] for session in state['asked']]
     self._finished = tuple((session, parse(answer)) for session, answer in state['finished'])
     self.sampler.restore(state['sampler'])
+
+
+@dataclasses.dataclass(slots=True)
+class Running:
+  """A group under way.
+
+  Attributes:
+    prompt: the task and group.
+    members: how many it has.
+    tasks: their episodes, by member.
+    collected: whether the backlog has it.
+  """
+
+  prompt: PromptRef
+  members: int
+  tasks: dict[int, asyncio.Task[Trajectory | None]] = dataclasses.field(default_factory=dict)
+  collected: bool = False
+
+  def live(self) -> int:
+    """Returns how many episodes go on."""
+    return 0 if self.collected else sum(not task.done() for task in self.tasks.values())
+
+  def complete(self) -> bool:
+    """Returns whether all of it has ended."""
+    return len(self.tasks) == self.members and not self.live()

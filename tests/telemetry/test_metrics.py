@@ -72,6 +72,8 @@ def test_batch_metrics_by_hand():
     # Tokens: a has two stale by 2 and two by 1, b four by 1, c one by 2.
     'rollout/staleness_mean_updates': (2 * 2 + 2 + 4 + 2) / 9,
     'rollout/staleness_max_updates': 2,
+    'rollout/versions_per_episode': 4 / 3,
+    'rollout/turns_spanning_versions': 0,
     'rollout/end/submitted': 1 / 3,
     'rollout/end/malformed': 1 / 3,
     'rollout/finish/stop': 1,

@@ -1,0 +1,108 @@
+"""Whole simulated runs of a tiny policy: equal twice, and equal when they are killed between."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from mimo.experiments import cli, train
+from mimo.telemetry import writers
+from mimo.weights.checkpoints import load_policy
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+# Kills itself once update argv[3] is recorded.
+_KILLED = """
+import json, os, signal, sys
+from ml_collections import config_dict
+from mimo.experiments import run, train
+
+record = run.Run.record
+
+def recording(self, step, *rest):
+  record(self, step, *rest)
+  if step == int(sys.argv[3]):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+run.Run.record = recording
+train.train(config_dict.ConfigDict(json.loads(sys.argv[1])), sys.argv[2])
+"""
+
+
+@pytest.fixture
+def simulated_config(tiny_config):
+  with tiny_config.unlocked():
+    tiny_config.policy = ''
+    tiny_config.updates = 6
+    tiny_config.rollouts.schedule = 'simulated'
+    tiny_config.rollouts.group_size = 4
+    tiny_config.rollouts.virtual.update_secs = 3.0
+    tiny_config.rollouts.virtual.publication_secs = 2.0
+    tiny_config.rollouts.virtual.answer_secs = 0.5
+    for pool in tiny_config.pools.values():
+      pool.turns_per_hour = 3000.0
+  return tiny_config
+
+
+def _kill(config, directory, step):
+  arguments = [json.dumps(config.to_dict()), str(directory), str(step)]
+  return subprocess.run(
+    [sys.executable, '-c', _KILLED, *arguments], capture_output=True, text=True, cwd=_ROOT
+  )
+
+
+def _records(directory):
+  """metrics.jsonl without what the real clock decides."""
+  return [
+    {name: value for name, value in record.items() if not name.startswith('speed/')}
+    for record in writers.read(pathlib.Path(directory) / 'metrics.jsonl')
+  ]
+
+
+def _leaves(directory):
+  return [np.asarray(leaf) for leaf in jax.tree.leaves(load_policy(str(directory))[1])]
+
+
+def test_a_killed_run_goes_on_bit_for_bit(simulated_config, tmp_path):
+  """Checkpoints are at 2, 4 and 6, so update 5 is lost to the kill."""
+  train.train(simulated_config, str(tmp_path / 'whole'))
+  broken = tmp_path / 'broken'
+  killed = _kill(simulated_config, broken, 5)
+  assert killed.returncode == -signal.SIGKILL, killed.stderr
+  train.train(simulated_config, str(broken))
+  assert (broken / 'starts').read_text().split() == ['0', '4']
+  assert _records(broken) == _records(tmp_path / 'whole')
+  for ours, theirs in zip(_leaves(broken), _leaves(tmp_path / 'whole'), strict=True):
+    np.testing.assert_array_equal(ours, theirs)
+
+  updates = [r for r in _records(broken) if 'rollout/reward' in r]
+  assert [record['step'] for record in updates] == [1, 2, 3, 4, 5, 6]
+  assert any(0 < record['rollout/reward'] < 1 for record in updates)
+  assert max(record['rollout/staleness_max_updates'] for record in updates) >= 2
+  assert any(record['rollout/versions_per_episode'] > 1 for record in updates)
+  # As-billed cost is of virtual time: B200 at 6.25 dollars an hour.
+  for record in updates:
+    assert record['cost/billed_usd/b200_nvfp4'] == pytest.approx(
+      record['sampling/secs'] * 6.25 / 3600
+    )
+
+
+@pytest.mark.parametrize(
+  ('key', 'value', 'words'),
+  [
+    ('pools.h100_fp8.turns_per_hour', None, 'turns_per_hour is not stated'),
+    ('pools.h100_fp8.server', 'vllm', "expected 'native'"),
+    ('rollouts.virtual.update_secs', -1.0, 'update_secs'),
+    ('rollouts.virtual.turn_tokens', 0.0, 'turn_tokens'),
+  ],
+)
+def test_bad_input_is_refused(simulated_config, tmp_path, key, value, words):
+  with simulated_config.unlocked():
+    simulated_config.update_from_flattened_dict({key: value})
+  with pytest.raises(cli.Mistake, match=words):
+    train.train(simulated_config, str(tmp_path / 'run'))
