@@ -14,6 +14,7 @@ from collections.abc import Mapping
 # The name of both entry points, and what VLLM_PLUGINS must hold for vLLM to load them.
 PLUGIN = 'mimo'
 WORKER_EXTENSION = 'mimo.samplers.vllm.internals.WorkerExtension'
+SCHEDULER = 'mimo.samplers.vllm.internals.block_scheduler'
 
 # Changes to vLLM that a server makes only where this variable names them, comma-separated.
 PATCHES_VARIABLE = 'MIMO_VLLM_PATCHES'
@@ -91,7 +92,8 @@ def server_command(settings: ServerSettings, python: str = sys.executable) -> li
   command += ['--logprobs-mode', 'processed_logprobs']
   # One more than K tells a support of K tokens from one that K cuts.
   command += ['--max-logprobs', str(settings.max_candidates + 1)]
-  command += ['--worker-extension-cls', WORKER_EXTENSION, '--generation-config', 'vllm']
+  command += ['--worker-extension-cls', WORKER_EXTENSION, '--scheduler-cls', SCHEDULER]
+  command += ['--generation-config', 'vllm']
   command += ['--enable-scale-out', '--disable-uvicorn-access-log']
   if settings.head_dtype != settings.dtype:
     command += ['--hf-overrides', f'{{"head_dtype": "{settings.head_dtype}"}}']

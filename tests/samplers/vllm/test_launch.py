@@ -1,3 +1,5 @@
+import importlib
+
 import pytest
 
 from mimo.samplers.vllm.launch import (
@@ -23,6 +25,12 @@ def test_command_says_what_log_probs_need():
   assert _value(command, '--max-logprobs') == '129'
   assert _value(command, '--worker-extension-cls').startswith('mimo.samplers.vllm.internals.')
   assert '--hf-overrides' not in command
+
+
+@pytest.mark.parametrize('flag', ['--worker-extension-cls', '--scheduler-cls'])
+def test_what_the_command_names_is_there(flag):
+  module, _, name = _value(server_command(_settings()), flag).rpartition('.')
+  assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_a_float32_head_on_bfloat16_activations():

@@ -17,6 +17,7 @@ from mimo.samplers.vllm.internals.contract import (
 )
 from mimo.samplers.vllm.internals.engine import Progress, VllmEngine
 from mimo.samplers.vllm.internals.patches import apply_patches, requested_patches
+from mimo.samplers.vllm.internals.scheduler import block_scheduler
 from mimo.samplers.vllm.internals.worker import LoadError, WorkerExtension
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
   'VllmEngine',
   'WorkerExtension',
   'apply_patches',
+  'block_scheduler',
   'check_internals',
   'check_version',
   'requested_patches',

@@ -12,6 +12,7 @@ TESTED = ('0.32.0',)
 
 _ASYNC_LLM = 'vllm.v1.engine.async_llm:AsyncLLM'
 _RELOAD = 'vllm.model_executor.model_loader.reload.layerwise'
+_SCHEDULER = 'vllm.v1.core.sched.scheduler:Scheduler'
 RELIES_ON = (
   f'{_ASYNC_LLM}.add_request',
   f'{_ASYNC_LLM}.abort',
@@ -28,7 +29,19 @@ RELIES_ON = (
   'vllm.outputs:WeightVersionSpan',
   'vllm.sampling_params:SamplingParams.flat_logprobs',
   'vllm.sampling_params:SamplingParams.detokenize',
+  'vllm.sampling_params:SamplingParams.extra_args',
   'vllm.sampling_params:RequestOutputKind.FINAL_ONLY',
+  'vllm.config:SchedulerConfig.scheduler_cls',
+  'vllm.config:SchedulerConfig.async_scheduling',
+  'vllm.v1.core.sched.async_scheduler:AsyncScheduler',
+  'vllm.v1.core.sched.interface:PauseState.UNPAUSED',
+  f'{_SCHEDULER}.update_from_output',
+  f'{_SCHEDULER}.has_requests',
+  f'{_SCHEDULER}.pause_state',
+  'vllm.v1.engine:EngineCoreOutput.new_token_ids',
+  'vllm.v1.engine:EngineCoreOutput.new_logprobs',
+  'vllm.v1.engine:EngineCoreOutputs.outputs',
+  'vllm.v1.outputs:LogprobsLists',
   'vllm.v1.engine.exceptions:EngineDeadError',
   'vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs',
   'vllm.v1.engine.output_processor:OutputProcessor.has_request',

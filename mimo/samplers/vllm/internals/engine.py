@@ -7,17 +7,21 @@ come in.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import numpy as np
 
 from mimo.samplers.vllm.internals.contract import check_version, vllm_version
 from mimo.samplers.vllm.internals.patches import requested_patches
+from mimo.samplers.vllm.internals.scheduler import IN_BLOCKS
 from mimo.samplers.vllm.internals.worker import WorkerExtension
-from mimo.samplers.vllm.launch import WORKER_EXTENSION
+from mimo.samplers.vllm.launch import SCHEDULER, WORKER_EXTENSION
 from mimo.samplers.vllm.records import FlatRecord, requested_logprobs
 from mimo.samplers.vllm.wire import GenerateRequest
 from mimo.types import FinishReason
+
+_log = logging.getLogger('vllm.mimo')
 
 # vLLM raises smaller temperatures to this one, and refuses larger ones than the other.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -76,6 +80,13 @@ class VllmEngine:
     extension = config.parallel_config.worker_extension_cls
     if not extension.endswith(f'.{WorkerExtension.__name__}'):
       raise ValueError(f'--worker-extension-cls is {extension!r}; expected {WORKER_EXTENSION}')
+    scheduler = config.scheduler_config.scheduler_cls
+    if scheduler != SCHEDULER:
+      _log.warning(
+        'mimo: --scheduler-cls is %s: turns are as they would be with %s, but slower',
+        scheduler,
+        SCHEDULER,
+      )
 
   @property
   def start_directory(self) -> str:
@@ -203,6 +214,7 @@ class VllmEngine:
       flat_logprobs=True,
       detokenize=False,
       output_kind=RequestOutputKind.FINAL_ONLY,
+      extra_args=dict(IN_BLOCKS),
       skip_clone=True,
     )
 

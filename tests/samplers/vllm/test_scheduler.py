@@ -1,0 +1,201 @@
+"""Outputs that are held back and merged, by hand and against vLLM's own scheduler."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mimo.samplers.vllm.internals import scheduler
+from mimo.samplers.vllm.internals.scheduler import BLOCK_SECS, BLOCK_TOKENS, IN_BLOCKS, HeldOutputs
+from mimo.samplers.vllm.launch import ServerSettings, server_environment
+
+CHILD = pathlib.Path(__file__).with_name('scheduler_child.py')
+
+
+class Logprobs(NamedTuple):
+  logprob_token_ids: np.ndarray
+  logprobs: np.ndarray
+  sampled_token_ranks: np.ndarray
+  cu_num_generated_tokens: list[int] | None = None
+
+
+@dataclasses.dataclass
+class Output:
+  request_id: str
+  new_token_ids: list[int]
+  new_logprobs: Logprobs | None = None
+  finish_reason: str | None = None
+  events: list[str] | None = None
+
+
+@dataclasses.dataclass
+class Params:
+  extra_args: dict[str, Any] | None
+
+
+@dataclasses.dataclass
+class Request:
+  sampling_params: Params | None
+  client_index: int = 0
+
+
+def _held():
+  return HeldOutputs(('finish_reason', 'events'))
+
+
+def _output(name, token, width=3, **fields):
+  """A token whose log-probs say which it is, in rows as wide as a step's."""
+  ids = np.array([[token, *range(1, width)]])
+  logps = np.full((1, width), -float(token))
+  return Output(name, [token], Logprobs(ids, logps, np.array([token])), **fields)
+
+
+REQUESTS = {'a': Request(Params(IN_BLOCKS)), 'b': Request(Params(IN_BLOCKS), client_index=2)}
+
+
+def test_a_request_sends_its_first_output_then_full_blocks_and_the_rest_with_its_last():
+  held = _held()
+  sent = {}
+  last = BLOCK_TOKENS + 5
+  for token in range(last + 1):
+    finish = 'stop' if token == last else None
+    (*outputs,) = held.hold([_output('a', token, finish_reason=finish)], REQUESTS)
+    if outputs:
+      (sent[token],) = outputs
+  assert list(sent) == [0, BLOCK_TOKENS, last]
+  assert sent[BLOCK_TOKENS].new_token_ids == list(range(1, BLOCK_TOKENS + 1))
+  assert sent[last].new_token_ids == list(range(BLOCK_TOKENS + 1, last + 1))
+  assert sent[last].finish_reason == 'stop'
+  assert not held
+  for output in sent.values():
+    ids, logps, ranks, starts = output.new_logprobs
+    np.testing.assert_array_equal(ids[:, 0], output.new_token_ids)
+    np.testing.assert_array_equal(logps[:, 2], -np.array(output.new_token_ids, float))
+    np.testing.assert_array_equal(ranks, output.new_token_ids)
+    assert starts is None
+
+
+def test_rows_are_cut_to_those_of_the_narrowest_step():
+  held = _held()
+  held.hold([_output('a', 0)], REQUESTS)
+  for token, width in ((1, 3), (2, 9), (3, 4)):
+    assert held.hold([_output('a', token, width)], REQUESTS) == []
+  (output,) = held.hold([_output('a', 4, 6, finish_reason='length')], REQUESTS)
+  np.testing.assert_array_equal(
+    output.new_logprobs.logprob_token_ids, [[token, 1, 2] for token in (1, 2, 3, 4)]
+  )
+  assert output.new_logprobs.logprobs.shape == (4, 3)
+
+
+def test_what_only_some_outputs_have_is_not_held_nor_overtakes_tokens_before_it():
+  held = _held()
+  held.hold([_output('a', 0)], REQUESTS)
+  held.hold([_output('a', 1)], REQUESTS)
+  (output,) = held.hold([_output('a', 2, events=['preempted'])], REQUESTS)
+  assert output.new_token_ids == [1, 2] and output.events == ['preempted']
+  # An error has neither tokens nor log-probs.
+  held.hold([_output('a', 3)], REQUESTS)
+  (output,) = held.hold([Output('a', [], finish_reason='error')], REQUESTS)
+  assert output.new_token_ids == [3] and output.finish_reason == 'error'
+  np.testing.assert_array_equal(output.new_logprobs.logprob_token_ids, [[3, 1, 2]])
+
+
+@pytest.mark.parametrize(
+  'request_', [Request(Params(None)), Request(Params({'other': 1})), Request(None), None]
+)
+def test_outputs_of_other_requests_are_sent_as_they_come(request_):
+  held = _held()
+  requests = {} if request_ is None else {'c': request_}
+  outputs = [_output('c', token) for token in range(3)]
+  for output in outputs:
+    (sent,) = held.hold([output], requests)
+    assert sent is output and sent.new_token_ids == output.new_token_ids
+  assert not held
+
+
+def test_a_turn_of_one_token_leaves_nothing_behind():
+  held = _held()
+  (output,) = held.hold([_output('a', 0, finish_reason='length')], {})  # freed by then
+  assert output.new_token_ids == [0]
+  assert not held and list(held.release(REQUESTS)) == []
+
+
+def test_release_sends_what_is_held_and_forgets_what_was_aborted(monkeypatch):
+  now = 100.0
+  monkeypatch.setattr(scheduler.time, 'monotonic', lambda: now)
+  held = _held()
+  for token in range(3):
+    held.hold([_output('a', token), _output('b', 10 + token)], REQUESTS)
+  assert held and not held.overdue()
+  now += BLOCK_SECS
+  assert held.overdue()
+  ((client, output),) = held.release({'b': REQUESTS['b']})
+  assert client == 2 and output.new_token_ids == [11, 12]
+  assert not held and not held.overdue()
+  assert held.hold([_output('b', 13)], REQUESTS) == []  # goes on
+  assert held.hold([_output('a', 3)], REQUESTS) != []  # another of that name starts anew
+
+
+@pytest.fixture(scope='module')
+def drawn(views, tmp_path_factory):
+  """What `scheduler_child` found."""
+  root = tmp_path_factory.mktemp('scheduler')
+  job = {'view': str(views['bf16', 0]), 'out': str(root / 'out.npz')}
+  (root / 'job.json').write_text(json.dumps(job))
+  settings = ServerSettings(model=job['view'], port=1, cpu_threads=1)
+  environment = server_environment(settings, os.environ) | {'VLLM_ENABLE_V1_MULTIPROCESSING': '0'}
+  environment.pop('XLA_FLAGS', None)
+  done = subprocess.run(
+    [sys.executable, str(CHILD), str(root / 'job.json')],
+    env=environment,
+    capture_output=True,
+    text=True,
+    timeout=400,
+    check=False,
+  )
+  assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+  out = np.load(job['out'])
+  return {key: out[key] for key in out.files}
+
+
+@pytest.mark.vllm
+def test_turns_in_blocks_equal_those_of_the_own_scheduler_bit_for_bit(drawn):
+  """Through a stop id, lengths, a nucleus, widths, an abort, a pause and preemptions."""
+  turns = {key.split('.')[1] for key in drawn if key.startswith('stock.') and key.count('.') == 2}
+  assert turns == set('0134567')  # 2 is the one that is aborted
+  for key, value in drawn.items():
+    if key.startswith('stock.') and not key.endswith('.outputs'):
+      other = drawn[key.replace('stock', 'blocks')]
+      assert value.dtype == other.dtype
+      np.testing.assert_array_equal(value, other, err_msg=key)
+  assert drawn['blocks.1.finish'].tolist()[0] == 'stop'
+  assert drawn['blocks.0.finish'].tolist()[0] == 'length'
+  assert np.isneginf(drawn['blocks.3.logprobs']).any(), 'the nucleus cut nothing'
+  assert drawn['blocks.preempted'] >= 1
+
+
+@pytest.mark.vllm
+def test_only_turns_in_blocks_take_fewer_outputs(drawn):
+  for index in '0134567':
+    tokens = len(drawn[f'blocks.{index}.tokens'])
+    assert drawn[f'stock.{index}.outputs'] == tokens
+    if index == '5':  # not in blocks
+      assert drawn[f'blocks.{index}.outputs'] == tokens
+    else:
+      assert drawn[f'blocks.{index}.outputs'] <= tokens / 5
+
+
+@pytest.mark.vllm
+def test_it_builds_on_the_scheduler_that_vllm_would_take():
+  from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+  make = scheduler._scheduler_class
+  assert issubclass(make(True), AsyncScheduler)
+  assert not issubclass(make(False), AsyncScheduler)
+  assert {make(True).__name__, make(False).__name__} == {'BlockScheduler'}
