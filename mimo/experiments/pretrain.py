@@ -130,11 +130,11 @@ def fill(rng: random.Random, habits: Habits, rows: int, row_tokens: int) -> Batc
     start += length
 
 
-def loss(params: Mapping[str, Any], batch: Batch) -> jax.Array:
+def loss(params: Mapping[str, Any], batch: Batch, model: ModelConfig = MODEL) -> jax.Array:
   """Mean of -log p over the tokens that the demonstrator wrote, in nats."""
   tokens, segment_ids, positions, agent = map(jnp.asarray, batch)
-  hidden = decoder.forward(MODEL, params, tokens, segment_ids, positions)
-  logits = hidden[:, :-1] @ decoder.head_matrix(MODEL, params)
+  hidden = decoder.forward(model, params, tokens, segment_ids, positions)
+  logits = hidden[:, :-1] @ decoder.head_matrix(model, params)
   logps = jax.nn.log_softmax(logits)
   chosen = jnp.take_along_axis(logps, tokens[:, 1:, None], axis=-1)[..., 0]
   # A demonstration starts with its prompt, so no agent token is predicted from a neighbour.
@@ -148,7 +148,10 @@ def _stages(recipe: Recipe, rng: random.Random) -> Iterator[Batch]:
 
 
 def teach(
-  recipe: Recipe, seed: int, on_step: Callable[[int, float], None] = lambda step, value: None
+  recipe: Recipe,
+  seed: int,
+  on_step: Callable[[int, float], None] = lambda step, value: None,
+  model: ModelConfig = MODEL,
 ) -> dict[str, Any]:
   """Returns float32 parameters taught by `recipe`: a function of it and the seed.
 
@@ -156,6 +159,7 @@ def teach(
     recipe: what to do.
     seed: of the initial parameters and the demonstrations.
     on_step: called now and then with the steps done and the mean loss since its last call.
+    model: whose parameters they are.
   """
   total, last = sum(stage.steps for stage in recipe.stages), recipe.stages[-1].steps
   warm_up = optax.linear_schedule(0.0, recipe.learning_rate, recipe.warmup_steps)
@@ -168,11 +172,11 @@ def teach(
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def step(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, jax.Array]:
-    value, grads = jax.value_and_grad(loss)(params, batch)
+    value, grads = jax.value_and_grad(functools.partial(loss, model=model))(params, batch)
     updates, state = optimiser.update(grads, state, params)
     return optax.apply_updates(params, updates), state, value
 
-  params = decoder.init(MODEL, jax.random.key(seed))
+  params = decoder.init(model, jax.random.key(seed))
   state = optimiser.init(params)
   values: list[jax.Array] = []
   for index, batch in enumerate(_stages(recipe, random.Random(f'repair/pretrain/{seed}')), 1):

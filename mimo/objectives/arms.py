@@ -1,6 +1,7 @@
 """The arms by name: corrections, advantage rule, and how the samplers draw.
 
-They are those of the reference study (see docs/objective.md).
+They are those of the reference study (see docs/objective.md), and `mis_mean` to tell two changes
+apart.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ LOW = 0.5
 HIGH = 5.0
 
 _IMPORTANCE = {'grpo': 'none', 'sc': 'none', 'tis': 'truncated', 'mis': 'masked'}
-_BASES = ('grpo', 'tis', 'mis', 'sc', 'sc_tis', 'sc_mis')
+_BASES = ('grpo', 'tis', 'mis', 'mis_mean', 'sc', 'sc_tis', 'sc_mis')
+_MEAN = '_mean'
 _TOPP = '_topp'
 
 ARMS = _BASES + tuple(base + _TOPP for base in _BASES)
@@ -43,7 +45,8 @@ def arm(name: str) -> Arm:
   """Returns the arm called `name`, one of `ARMS`.
 
   `grpo`, `tis` and `mis` divide advantages by the group's standard deviation; `sc`, `sc_tis` and
-  `sc_mis` centre scores and only subtract the group's mean. The suffix `_topp` adds replay.
+  `sc_mis` centre scores and only subtract the group's mean. `mis_mean` is `mis` with the advantages
+  of `sc_mis`, from which it differs in centering alone. The suffix `_topp` adds replay.
 
   Raises:
     ValueError: an unknown name; the message holds the nearest one, if one is near.
@@ -58,12 +61,12 @@ def arm(name: str) -> Arm:
   return Arm(
     name=name,
     correction=Correction(
-      importance=_IMPORTANCE[base.removeprefix('sc_')],
+      importance=_IMPORTANCE[base.removeprefix('sc_').removesuffix(_MEAN)],
       low=LOW,
       high=HIGH,
       center=center,
       replay=topp,
     ),
-    advantage='group_mean' if center else 'group_mean_std',
+    advantage='group_mean' if center or base.endswith(_MEAN) else 'group_mean_std',
     topp=topp,
   )

@@ -9,6 +9,7 @@ from mimo.objectives import ARMS, arm
     ('grpo', 'none', False, 'group_mean_std'),
     ('tis', 'truncated', False, 'group_mean_std'),
     ('mis', 'masked', False, 'group_mean_std'),
+    ('mis_mean', 'masked', False, 'group_mean'),
     ('sc', 'none', True, 'group_mean'),
     ('sc_tis', 'truncated', True, 'group_mean'),
     ('sc_mis', 'masked', True, 'group_mean'),
@@ -24,8 +25,8 @@ def test_each_arm(name, importance, center, advantage, topp):
   assert got.advantage == advantage
 
 
-def test_there_are_twelve():
-  assert len(set(ARMS)) == 12
+def test_there_are_fourteen():
+  assert len(set(ARMS)) == 14
   assert [arm(name).name for name in ARMS] == list(ARMS)
 
 
