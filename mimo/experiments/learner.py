@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
 
+from mimo.experiments import hosts
 from mimo.objectives import advantages
 from mimo.objectives.diagnostics import summarise, total_aux
 from mimo.telemetry import names
@@ -29,6 +30,7 @@ class Learner:
     buckets: shapes of micro-batches.
     num_candidates: K.
     sources: pool names.
+    peers: the run's other processes, which do the same on their devices.
   """
 
   def __init__(
@@ -40,6 +42,7 @@ class Learner:
     buckets: Sequence[Bucket],
     num_candidates: int,
     sources: Sequence[str],
+    peers: hosts.Peers,
   ) -> None:
     self.state = state
     self._trainer = trainer
@@ -47,6 +50,7 @@ class Learner:
     self._buckets = tuple(buckets)
     self._num_candidates = num_candidates
     self._sources = tuple(sources)
+    self._peers = peers
 
   def update(self, groups: Sequence[Group]) -> dict[str, float]:
     """Learns from one batch. Returns scalars over all tokens, and by source."""
@@ -64,6 +68,7 @@ class Learner:
       sources=self._sources,
       temperature=self._trainer.spec.config.temperature,
     )
+    self._peers.send_batch(batch, self._buckets)
     self.state, metrics = self._trainer.update(self.state, batch)
     metrics = jax.device_get(metrics)
     aux = metrics.pop('aux')
@@ -76,9 +81,39 @@ class Learner:
     secs = time.perf_counter() - begin
     return scalars | {names.TRAINER_SPEED: batch.tokens / secs, 'speed/update_secs': secs}
 
-  def snapshot(self) -> Snapshot:
+  def snapshot(self) -> Iterable[tuple[str, np.ndarray]]:
     """Returns the policy as it is now, which the next update leaves alone."""
-    return Snapshot(self._trainer.spec.model, self.state.params)
+    spec = self._trainer.spec
+    if self._peers.several:
+      return hosts.SharedSnapshot(spec.model, self.state.params, spec.mesh, self._peers)
+    return Snapshot(spec.model, self.state.params)
+
+  def before_save(self, update: int) -> None:
+    """Has the other processes save as well; the caller saves next."""
+    self._peers.tell(hosts.SAVE, update)
+
+  def close(self) -> None:
+    """Lets the other processes end."""
+    self._peers.tell(hosts.STOP)
+
+  def follow(self, save: Callable[[int, TrainState], None]) -> None:
+    """Any process but the first: does what the first one says, until it has no more to say."""
+    snapshot = None
+    while True:
+      command, numbers = self._peers.hear()
+      if command == hosts.UPDATE:
+        batch = self._peers.receive_batch(numbers, self._buckets, self._num_candidates)
+        self.state, _ = self._trainer.update(self.state, batch)
+      elif command == hosts.SNAPSHOT:
+        snapshot = self.snapshot()
+      elif command == hosts.TENSOR:
+        assert isinstance(snapshot, hosts.SharedSnapshot), 'no snapshot was taken'
+        snapshot.gather(*numbers[:2])
+      elif command == hosts.SAVE:
+        save(numbers[0], self.state)
+      else:
+        assert command == hosts.STOP, command
+        return
 
 
 def _objective(aux: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from ml_collections import config_dict
 
 from mimo import fleet
 from mimo.evaluation import evaluate as evaluation
-from mimo.experiments import factories, records, servers, settings, virtual
+from mimo.experiments import factories, hosts, records, servers, settings, virtual
 from mimo.experiments.learner import Learner
 from mimo.experiments.workdir import Workdir
 from mimo.rollouts.asynchronous import AsyncLimits, AsyncRollouts
@@ -58,6 +58,7 @@ class Plan:
   learner_of: Callable[[Any], Learner]
   abstract_state: Any
   init_state: Callable[[Any], Any]
+  peers: hosts.Peers
 
 
 def plan(config: config_dict.ConfigDict) -> Plan:
@@ -83,6 +84,7 @@ def plan(config: config_dict.ConfigDict) -> Plan:
       f'{task.max_sampled_tokens}, the most that {task.name} lets a policy draw'
     )
   trainer = factories.make_trainer(config, policy.model, arm, len(pools))
+  peers = hosts.Peers()
 
   def learner_of(state: Any) -> Learner:
     return Learner(
@@ -92,6 +94,7 @@ def plan(config: config_dict.ConfigDict) -> Plan:
       buckets=factories.make_buckets(config),
       num_candidates=config.sampling.candidates,
       sources=[pool.name for pool in pools],
+      peers=peers,
     )
 
   return Plan(
@@ -106,7 +109,34 @@ def plan(config: config_dict.ConfigDict) -> Plan:
     learner_of=learner_of,
     abstract_state=trainer.abstract_state(),
     init_state=trainer.init_state,
+    peers=peers,
   )
+
+
+def start(plan: Plan, workdir: pathlib.Path) -> tuple[Checkpoints, int | None, Any, dict[str, Any]]:
+  """Restores the newest checkpoint, or starts from the policy.
+
+  Returns:
+    (the checkpoints, the step restored or None, the training state, the step's meta).
+  """
+  checkpoints = Checkpoints(workdir / 'checkpoints', _KEPT_CHECKPOINTS)
+  step = checkpoints.latest()
+  if step is None:
+    state = plan.init_state(plan.policy.params)
+    return checkpoints, step, state, {'rollouts': None, 'ledger': None}
+  return checkpoints, step, *checkpoints.restore(step, plan.abstract_state)
+
+
+def follow(plan: Plan, workdir: pathlib.Path) -> None:
+  """What every process but the first does: its part of updates, publications and saves."""
+  if plan.peers.hear()[0] != hosts.BEGIN:
+    return
+  checkpoints, _, state, _ = start(plan, workdir)
+  learner = plan.learner_of(state)
+  # The first process writes what there is to say beside the arrays.
+  learner.follow(lambda update, state: checkpoints.save(update, state, {}))
+  checkpoints.wait()
+  checkpoints.close()
 
 
 class Run:
@@ -118,13 +148,8 @@ class Run:
     self.plan = plan
     self.workdir = workdir
     self._schedule = config.rollouts.schedule
-    self._checkpoints = Checkpoints(workdir.path / 'checkpoints', _KEPT_CHECKPOINTS)
-    step = self._checkpoints.latest()
-    self._meta: dict[str, Any] = {'rollouts': None, 'ledger': None}
-    if step is None:
-      state = plan.init_state(plan.policy.params)
-    else:
-      state, self._meta = self._checkpoints.restore(step, plan.abstract_state)
+    plan.peers.tell(hosts.BEGIN)
+    self._checkpoints, step, state, self._meta = start(plan, workdir.path)
     self.start = step or 0
     workdir.begin(self.start)
     self.learner = plan.learner_of(state)
@@ -298,6 +323,7 @@ class Run:
       'rollouts': self.rollouts.state(),
       'ledger': self.ledger.state(),
     }
+    self.learner.before_save(update)
     self._checkpoints.save(update, self.learner.state, meta)
     self._needed[update] = needed_update(meta['rollouts'])
     # The save before this one is complete: `save` waited for it.
@@ -325,6 +351,7 @@ class Run:
     for executor in (self._sampling, self._updating):
       if executor is not None:
         executor.shutdown()
+    self.learner.close()
     self._checkpoints.wait()
     self._checkpoints.close()
     self.writer.close()

@@ -4,11 +4,18 @@ r"""Trains a policy from samplers that do not match it.
         [--config.updates=N ...]
 
 The same command again goes on from the last complete checkpoint. SIGTERM saves and leaves.
+
+On several machines, the same command on each, with a work directory that all of them see and
+
+    MIMO_COORDINATOR=HOST:PORT MIMO_PROCESSES=N MIMO_PROCESS=I
+
+where HOST is that of process 0 (or the configuration's section `distributed`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import pathlib
 import signal
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -16,8 +23,8 @@ from typing import TypeVar
 from absl import flags
 from ml_collections import config_dict
 
-from mimo.experiments import cli, defaults
-from mimo.experiments.run import Run, plan
+from mimo.experiments import cli, defaults, hosts
+from mimo.experiments.run import Run, follow, plan
 from mimo.experiments.workdir import Workdir
 
 _T = TypeVar('_T')
@@ -82,8 +89,17 @@ async def _train(run: Run) -> None:
 def train(config: config_dict.ConfigDict, workdir: str) -> None:
   """Runs an experiment in `workdir`. Raises cli.Mistake for what cannot be meant."""
   with cli.mistakes():
+    hosts.start(hosts.make_cluster(config))
     planned = plan(config)
-    run = Run(planned, Workdir(workdir, config.to_dict()))
+    if not planned.peers.primary:
+      follow(planned, pathlib.Path(workdir).resolve())
+      return
+    try:
+      directory = Workdir(workdir, config.to_dict())
+    except BaseException:
+      planned.peers.tell(hosts.STOP)
+      raise
+    run = Run(planned, directory)
   asyncio.run(_train(run))
   written = run.write_report()
   if written is not None:

@@ -18,8 +18,8 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-# What a resumed run may change: how long it goes on and what is written meanwhile.
-_MAY_CHANGE = ('updates', 'evaluation', 'checkpoints', 'wandb_project')
+# What a resumed run may change: how long it goes on, what is written meanwhile, on which machines.
+_MAY_CHANGE = ('updates', 'evaluation', 'checkpoints', 'wandb_project', 'distributed')
 
 
 def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = '') -> list[str]:

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from mimo.experiments import factories
+from mimo.experiments import factories, hosts
 from mimo.experiments.learner import Learner
 from mimo.types import (
   Candidates,
@@ -56,6 +56,7 @@ def learner(tiny_config, tiny_policy) -> Learner:
     buckets=factories.make_buckets(tiny_config),
     num_candidates=4,
     sources=['one', 'two'],
+    peers=hosts.Peers(),
   )
 
 
