@@ -7,7 +7,6 @@ import resource
 import socket
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -23,10 +22,11 @@ from mimo.samplers.vllm.replica import ReplicaReport
 from mimo.samplers.vllm.sampler import RetryLimits, VllmSampler, check_status
 from mimo.types import SamplingParams, Source, Version
 
+# Server and client share this process: where it is slow, no bound may be reached by that.
 _LIMITS = ClientLimits(
-  connect_secs=5.0, keep_alive_secs=0.1, silence_secs=1.0, stall_secs=1.0, wait_secs=2.0
+  connect_secs=20.0, keep_alive_secs=0.1, silence_secs=20.0, stall_secs=20.0, wait_secs=20.0
 )
-_RETRY = RetryLimits(retries=2, backoff_secs=0.01, recovery_secs=2.0)
+_RETRY = RetryLimits(retries=2, backoff_secs=0.01, recovery_secs=20.0)
 _CONTRACT = SamplerContract(
   source=Source('pool', 'CPU', 'bf16', 'bf16'),
   logprob_mode='processed',
@@ -67,7 +67,7 @@ class _Host:
     await self._client.close()
 
 
-def _run(script, use, **changes):
+def _run(script, use, *, retry=_RETRY, **changes):
   """Runs `use(sampler, server)` on a started sampler."""
 
   async def main():
@@ -75,15 +75,21 @@ def _run(script, use, **changes):
     contract = dataclasses.replace(_CONTRACT, **changes)
     client = VllmClient(await server.start(), limits=_LIMITS, max_connections=contract.max_sessions)
     host = _Host(client, Version(7, 0, 0))
-    sampler = VllmSampler(host, contract, limits=_LIMITS, retry=_RETRY)
+    sampler = VllmSampler(host, contract, limits=_LIMITS, retry=retry)
     await sampler.start()
     try:
-      return await asyncio.wait_for(use(sampler, server), 30)
+      return await asyncio.wait_for(use(sampler, server), 60)
     finally:
       await sampler.close()
       await server.stop()
 
   return asyncio.run(main())
+
+
+async def _until(condition) -> None:
+  async with asyncio.timeout(20):
+    while not condition():
+      await asyncio.sleep(0.01)
 
 
 def _tokens(*ids: int) -> np.ndarray:
@@ -210,12 +216,10 @@ def test_a_server_that_is_behind_is_waited_for() -> None:
 def test_a_server_that_stays_behind_is_a_named_failure() -> None:
   async def use(sampler, server):
     server.state = dataclasses.replace(server.state, version=Version(6, 0, 0))
-    start = time.monotonic()
     with pytest.raises(SamplerError, match='stale: expected at least 7'):
       await sampler.sample('s', _tokens(5), _PARAMS, _KEY)
-    return time.monotonic() - start
 
-  assert _run(scripted.at_once, use) < 10
+  _run(scripted.at_once, use, retry=dataclasses.replace(_RETRY, recovery_secs=0.5))
 
 
 def test_a_turn_of_an_older_version_than_asked_for_is_refused() -> None:
@@ -232,16 +236,15 @@ def test_a_turn_of_an_older_version_than_asked_for_is_refused() -> None:
 def test_cancelling_and_closing() -> None:
   async def script(turn):
     await turn.keep_alive(1)
-    await asyncio.sleep(0.9)
-    await turn.result()
+    await asyncio.sleep(60)
 
   async def use(sampler, server):
     turns = [
       asyncio.ensure_future(sampler.sample(name, _tokens(5), _PARAMS, _KEY)) for name in 'abc'
     ]
-    await asyncio.sleep(0.2)
+    await _until(lambda: len(server.requests) == 3)
     turns[0].cancel()
-    await asyncio.sleep(0.2)
+    await _until(lambda: server.hung_up)
     hung_up = server.hung_up
     await sampler.close()
     with pytest.raises(SamplerError, match='closed'):
@@ -318,7 +321,7 @@ def test_a_thousand_sessions_on_one_client() -> None:
     client = VllmClient(url, limits=limits, max_connections=sessions)
     sampler = VllmSampler(_Host(client, Version(1, 0, 0)), contract, limits=limits, retry=_RETRY)
     await sampler.start()
-    for _ in range(200):
+    for _ in range(600):
       try:
         await client.status()
         break
