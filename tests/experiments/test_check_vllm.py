@@ -36,6 +36,7 @@ def test_this_installation():
     capture_output=True,
     text=True,
     check=False,
+    timeout=300,
   )
   lines = [line for line in done.stdout.splitlines() if line.startswith(('ok', 'MISSING'))]
   assert done.returncode == 0, done.stdout

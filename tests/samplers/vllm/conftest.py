@@ -272,10 +272,10 @@ def rig(tmp_path_factory) -> Iterator[Rig]:
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[pathlib.Path]:
-  """A file system of 1 MiB, which really fills up."""
+  """A file system of 1 MiB and 200 files, which really fills up."""
   path = tmp_path / 'disk'
   path.mkdir()
-  command = ['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', str(path)]
+  command = ['mount', '-t', 'tmpfs', '-o', 'size=1m,nr_inodes=200', 'tmpfs', str(path)]
   try:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
   except FileNotFoundError as error:

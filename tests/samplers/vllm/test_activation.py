@@ -175,8 +175,9 @@ def test_one_activation_at_a_time(served, views):
   async def scenario():
     engine.gate = asyncio.Event()
     first = asyncio.create_task(activator.activate(views[2]))
-    while not activator.activating or 'pause' not in engine.calls:
-      await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+      while not activator.activating or 'pause' not in engine.calls:
+        await asyncio.sleep(0)
     with pytest.raises(ActivationError, match='under way'):
       await activator.activate(views[3])
     assert activator.number == 1

@@ -1,5 +1,6 @@
 """Views that stay while a server may read them."""
 
+import contextlib
 import errno
 import os
 
@@ -53,6 +54,20 @@ def test_what_nobody_needs_is_let_go(feed, tmp_path) -> None:
   assert two.directory.exists()
   views.close()
   assert not (tmp_path / 'held').exists()
+
+
+def test_a_full_disk_costs_no_view(feed, small_disk) -> None:
+  """Not one file more can be made there: views are read where the store has them."""
+  views = HeldViews(feed, small_disk / 'held')
+  made = 0
+  with contextlib.suppress(OSError):
+    while True:
+      (small_disk / f'empty{made}').touch()
+      made += 1
+  assert views.hold(Version(1, 0, 0)).directory == feed.root / '1'
+  for number in range(made):
+    (small_disk / f'empty{number}').unlink()
+  views.keep(set())
 
 
 @pytest.mark.parametrize('number', [errno.EXDEV, errno.ENOSPC, errno.EPERM])

@@ -41,6 +41,7 @@ class FakeEngine:
     self.gate.set()
     self.finish = FinishReason.LENGTH
     self.error = None
+    self.asked = []
     self.cancelled = []
 
   async def pause(self, *, drop_cache): ...
@@ -57,6 +58,7 @@ class FakeEngine:
     return 1
 
   async def draw(self, request):
+    self.asked.append(request.request)
     try:
       await self.gate.wait()
     except asyncio.CancelledError:
@@ -107,8 +109,14 @@ class Call:
 
   async def answer(self):
     """Returns (status, body)."""
-    await asyncio.wait_for(self.task, 5)
+    await asyncio.wait_for(self.task, 60)
     return self.messages[0]['status'], b''.join(m['body'] for m in self.messages[1:])
+
+
+async def _until(condition):
+  async with asyncio.timeout(60):
+    while not condition():
+      await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -165,8 +173,7 @@ def test_a_long_turn_is_kept_alive(activation):
   async def scenario(routes, engine):
     engine.gate.clear()
     call = Call(routes, GENERATE_PATH, _request(keep_alive_secs=0.01))
-    while len(call.messages) < 4:
-      await asyncio.sleep(0.005)
+    await _until(lambda: len(call.messages) >= 4)
     engine.gate.set()
     status, body = await call.answer()
     messages = wire.FrameReader().feed(body)
@@ -182,8 +189,7 @@ def test_a_failure_after_keep_alives_is_a_frame(activation):
     engine.gate.clear()
     engine.finish = FinishReason.ABORT
     call = Call(routes, GENERATE_PATH, _request(keep_alive_secs=0.01))
-    while len(call.messages) < 2:
-      await asyncio.sleep(0.005)
+    await _until(lambda: len(call.messages) >= 2)
     engine.gate.set()
     _, body = await call.answer()
     assert wire.FrameReader().feed(body)[-1].outcome == Outcome.ABORTED
@@ -195,10 +201,10 @@ def test_a_client_that_hangs_up_has_its_request_cancelled(activation):
   async def scenario(routes, engine):
     engine.gate.clear()
     call = Call(routes, GENERATE_PATH, _request())
-    await asyncio.sleep(0.01)
+    await _until(lambda: engine.asked)
     call.hang_up()
-    await asyncio.wait_for(call.task, 5)
-    await asyncio.sleep(0)
+    await asyncio.wait_for(call.task, 60)
+    await _until(lambda: engine.cancelled)
     assert engine.cancelled == ['r']
     assert call.messages == []
 
@@ -294,11 +300,11 @@ def test_an_activation_outlives_who_asked_for_it(activation):
 
     engine.load = load
     call = Call(routes, ACTIVATE_PATH, activation.encode())
-    await asyncio.wait_for(loading.wait(), 5)
+    await asyncio.wait_for(loading.wait(), 60)
     call.task.cancel()
     await asyncio.sleep(0)
     go_on.set()
-    for _ in range(100):
+    for _ in range(2000):
       await asyncio.sleep(0.01)
       _, body = await Call(routes, STATUS_PATH).answer()
       if Status.decode(body).version is not None:
