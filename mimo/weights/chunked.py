@@ -9,6 +9,7 @@ out, and restores it.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -85,17 +86,24 @@ class _Handler(ocp.type_handlers.TypeHandler):
 
 
 def _write(array: Any, value: ChunkedArray) -> None:
-  pending: collections.deque[Any] = collections.deque()
+  pending: collections.deque[tuple[Any, int]] = collections.deque()
   held = 0
-  for where, part in value.parts(array.chunk_layout.write_chunk.shape):
-    pending.append((array[where].write(part, can_reference_source_data_indefinitely=True), part))
-    held += part.nbytes
-    while held > pipeline.BUDGET_BYTES and len(pending) > 1:
-      future, done = pending.popleft()
-      future.result()
-      held -= done.nbytes
-  for future, _ in pending:
-    future.result()
+  try:
+    for where, part in value.parts(array.chunk_layout.write_chunk.shape):
+      writing = array[where].write(part, can_reference_source_data_indefinitely=True)
+      pending.append((writing, part.nbytes))
+      held += part.nbytes
+      while held > pipeline.BUDGET_BYTES and len(pending) > 1:
+        done, size = pending.popleft()
+        done.result()
+        held -= size
+    while pending:
+      pending.popleft()[0].result()
+  finally:
+    # Whoever cleans up after an error must find nobody writing.
+    for writing, _ in pending:
+      with contextlib.suppress(Exception):
+        writing.result()
 
 
 def save_args(stacked: int) -> ocp.SaveArgs:

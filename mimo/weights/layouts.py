@@ -33,6 +33,7 @@ _CARRIED: Mapping[str, tuple[str, ...]] = {
 _PREFIX = 'model'  # of names in the table
 _PREFIXES = (_PREFIX, 'model.language_model')
 
+_SINGLE = re.compile(r'\.mlp\.experts\.\d+\.')
 _EXPERT = re.compile(r'(.*\.experts)\.\d+\.(gate_proj|up_proj|down_proj)\.weight')
 
 
@@ -87,8 +88,9 @@ class Layout:
     if not any(name.startswith(f'{prefix}.layers.') for name in names):
       found = [p for p in _PREFIXES if any(name.startswith(f'{p}.layers.') for name in names)]
       prefix = found[0] if found else prefix
-    fused = any(name.endswith('.mlp.experts.gate_up_proj') for name in names)
-    single = any(_EXPERT.fullmatch(name) for name in names)
+    blocks = [name for name in names if name.startswith(f'{prefix}.layers.')]
+    fused = any(name.endswith('.mlp.experts.gate_up_proj') for name in blocks)
+    single = any(_SINGLE.search(name) for name in blocks)
     return Layout(fused if fused or single else published.fused_experts, prefix)
 
   @staticmethod
