@@ -49,6 +49,7 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
   'heads': ('tensor',),
   'kv_heads': ('tensor',),
   'delta_heads': ('tensor',),
+  'delta_qkv': ('tensor',),
   'mlp': ('tensor',),
   'vocab': ('tensor',),
 }
