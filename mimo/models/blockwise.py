@@ -13,6 +13,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from mimo.models.varying import vary
+
 BLOCK = 256
 _LOW = jnp.finfo(jnp.float32).min
 
@@ -51,7 +53,8 @@ def attend(
       q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), same & (index <= index[:, None])
     )
     return jnp.where(segment_ids[..., None, None] > 0, y, 0)
-  return _attend_long(block, q, k, v, segment_ids)
+  at = jnp.arange(length, dtype=jnp.int32)
+  return attend_at(block, q, k, v, segment_ids, segment_ids, at)
 
 
 def masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
@@ -125,9 +128,8 @@ class Partial(NamedTuple):
 
 def nothing(q: jax.Array) -> Partial:
   """A softmax over no keys, for queries [B, Hkv, G, S, Dh]."""
-  return Partial(
-    jnp.full(q.shape[:-1], _LOW), jnp.zeros(q.shape[:-1]), jnp.zeros(q.shape, jnp.float32)
-  )
+  zero = vary(jnp.zeros(q.shape, jnp.float32), q)
+  return Partial(zero[..., 0] + _LOW, zero[..., 0], zero)
 
 
 def absorb(queries: Queries, keys: Keys, partial: Partial) -> Partial:
@@ -196,134 +198,151 @@ def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_long(
-  block: int, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+def attend_at(
+  block: int,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  q_ids: jax.Array,
+  k_ids: jax.Array,
+  at: jax.Array,
 ) -> jax.Array:
-  return _forward(block, q, k, v, segment_ids)[0]
+  """`attend` block by block, where the queries are some of a row's tokens.
+
+  Args:
+    block: tokens of a block, at most.
+    q: [B, S, H, Dh] float.
+    k: [B, T, Hkv, Dh] float.
+    v: [B, T, Hkv, Dh] float.
+    q_ids: [B, S] int32, segment ids of the queries.
+    k_ids: [B, T] int32, segment ids of the keys.
+    at: [S] int32, which of the T tokens each query is.
+
+  Returns:
+    [B, S, H, Dh], the dtype of `q`.
+  """
+  return _forward(block, q, k, v, q_ids, k_ids, at)[0]
 
 
 def _forward(
-  block: int, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+  block: int,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  q_ids: jax.Array,
+  k_ids: jax.Array,
+  at: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  out, normaliser = _run_blocks(block, q, k, v, segment_ids)
-  return out, (q, k, v, segment_ids, out, normaliser)
+  """Returns out, and what the backward pass needs: the log normaliser is [N, B, Hkv, G, S]."""
+  cut = _Cut(q.shape[1], k.shape[1], block)
+  queries, keys = cut.queries(q, k.shape[2], q_ids, at), cut.keys(k, v, k_ids)
+
+  def run(_: None, xs: tuple) -> tuple[None, tuple[jax.Array, ...]]:
+    queries, first, end = xs
+    absorb_block = lambda j, partial: absorb(queries, _pick(keys, j), partial)
+    out, normaliser = finish(jax.lax.fori_loop(first, end, absorb_block, nothing(queries.q)))
+    return None, (out.astype(q.dtype), normaliser)
+
+  _, (out, normaliser) = jax.lax.scan(run, None, (queries, *_ranges(queries, keys)))
+  out = cut.join_queries(out)
+  return out, (q, k, v, q_ids, k_ids, at, out, normaliser)
 
 
 def _backward(
   block: int, residuals: tuple[jax.Array, ...], dout: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-  return (*_pull_blocks(block, residuals, dout), None)
-
-
-_attend_long.defvjp(_forward, _backward)
-
-
-def _run_blocks(
-  block: int, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Returns out [B, T, H, Dh] and the log normaliser [N, B, Hkv, G, S] float32."""
-  blocks = _Blocks(q.shape[1], block)
-  keys, queries = blocks.keys(k, v, segment_ids), blocks.queries(q, k.shape[2], segment_ids)
-  first = _first_blocks(keys.segment_ids)
-
-  def run(_: None, xs: tuple[Queries, jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
-    queries, first, last = xs
-    absorb_block = lambda j, partial: absorb(queries, _pick(keys, j), partial)
-    out, normaliser = finish(jax.lax.fori_loop(first, last + 1, absorb_block, nothing(queries.q)))
-    return None, (out.astype(q.dtype), normaliser)
-
-  _, (out, normaliser) = jax.lax.scan(run, None, (queries, first, jnp.arange(blocks.number)))
-  return blocks.join_queries(out), normaliser
-
-
-def _pull_blocks(
-  block: int, residuals: tuple[jax.Array, ...], dout: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the gradients of q, k and v."""
-  q, k, v, segment_ids, out, normaliser = residuals
-  blocks = _Blocks(q.shape[1], block)
-  keys, queries = blocks.keys(k, v, segment_ids), blocks.queries(q, k.shape[2], segment_ids)
-  first = _first_blocks(keys.segment_ids)
+  q, k, v, q_ids, k_ids, at, out, normaliser = residuals
+  kv_heads = k.shape[2]
+  cut = _Cut(q.shape[1], k.shape[1], block)
+  queries, keys = cut.queries(q, kv_heads, q_ids, at), cut.keys(k, v, k_ids)
   inner = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1, keepdims=True)
-  inner, dout = (blocks.split_queries(x, k.shape[2]) for x in (inner, dout))
+  inner = cut.split_queries(inner, kv_heads)[..., 0]
 
   def run(sums: tuple[jax.Array, ...], xs: tuple) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    queries, normaliser, dout, inner, first, last = xs
+    queries, normaliser, dout, inner, first, end = xs
 
     def pull_block(j: jax.Array, carry: tuple) -> tuple:
       dq, dk, dv = carry
-      parts = pull(queries, _pick(keys, j), normaliser, dout, inner[..., 0])
+      parts = pull(queries, _pick(keys, j), normaliser, dout, inner)
       return dq + parts[0], dk.at[j].add(parts[1]), dv.at[j].add(parts[2])
 
-    zero = jnp.zeros(queries.q.shape, jnp.float32)
-    dq, dk, dv = jax.lax.fori_loop(first, last + 1, pull_block, (zero, *sums))
+    zero = vary(jnp.zeros(queries.q.shape, jnp.float32), queries.q)
+    dq, dk, dv = jax.lax.fori_loop(first, end, pull_block, (zero, *sums))
     return (dk, dv), dq.astype(q.dtype)
 
-  sums: tuple[jax.Array, ...] = (jnp.zeros(keys.k.shape, jnp.float32),) * 2
-  xs = (queries, normaliser, dout, inner, first, jnp.arange(blocks.number))
+  sums = (vary(jnp.zeros(keys.k.shape, jnp.float32), q, k),) * 2
+  xs = (queries, normaliser, cut.split_queries(dout, kv_heads), inner, *_ranges(queries, keys))
   (dk, dv), dq = jax.lax.scan(run, sums, xs)
-  dk, dv = blocks.join_keys(dk), blocks.join_keys(dv)
-  return blocks.join_queries(dq), dk.astype(k.dtype), dv.astype(v.dtype)
+  dk, dv = cut.join_keys(dk).astype(k.dtype), cut.join_keys(dv).astype(v.dtype)
+  return cut.join_queries(dq), dk, dv, None, None, None
+
+
+attend_at.defvjp(_forward, _backward)
 
 
 def _pick(keys: Keys, j: jax.Array) -> Keys:
   return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), keys)
 
 
-def _first_blocks(segment_ids: jax.Array) -> jax.Array:
-  """Returns [N] int32: before it, no block can share a segment with block n, going by id ranges.
+def _ranges(queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Array]:
+  """Returns (first, end) [N] int32: the blocks of keys that each block of queries reads.
 
-  Where ids do not grow along a row, some blocks that share nothing are visited too.
+  From the first that may share a segment, going by the range of ids, up to the last query's own.
+  Where ids do not grow along a row, some blocks that share nothing are read too.
   """
-  present = segment_ids > 0
-  low = jnp.min(jnp.where(present, segment_ids, jnp.iinfo(jnp.int32).max), axis=-1)
-  high = jnp.max(segment_ids, axis=-1)
+  nowhere = jnp.iinfo(jnp.int32).max
 
-  def first(_: None, x: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-    meet = jnp.any((x[0] <= high) & (low <= x[1]), axis=-1)
-    # Where none meets, as for padding alone, the first block is after all.
-    return None, jnp.where(jnp.any(meet), jnp.argmax(meet), len(meet))
+  def span(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return jnp.min(jnp.where(ids > 0, ids, nowhere), axis=-1), jnp.max(ids, axis=-1)
 
-  return jax.lax.scan(first, None, (low, high))[1].astype(jnp.int32)
+  low, high = span(keys.segment_ids)
+
+  def one(_: None, block: Queries) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    least, most = span(block.segment_ids)
+    meet = jnp.any((least <= high) & (low <= most), axis=-1)
+    end = jnp.max(block.at) // keys.at.shape[1] + 1
+    # Where none meets, as for padding alone, the first is after all.
+    return None, (jnp.where(jnp.any(meet), jnp.argmax(meet), len(meet)).astype(jnp.int32), end)
+
+  return jax.lax.scan(one, None, queries._replace(q=queries.q[..., 0, 0, 0, 0]))[1]
 
 
-class _Blocks:
-  """How rows of `length` tokens are cut into `number` blocks of `size`."""
+class _Cut:
+  """How queries and keys are cut into blocks of up to `block` tokens."""
 
-  def __init__(self, length: int, block: int) -> None:
-    self.length = length
-    self.number = -(-length // block)
-    self.size = -(-length // self.number)
+  def __init__(self, num_queries: int, num_keys: int, block: int) -> None:
+    self.num_queries, self.num_keys, self.block = num_queries, num_keys, block
 
   def split(self, x: jax.Array) -> jax.Array:
     """[B, T, ...] -> [N, B, S, ...], padded with zeros."""
-    padding = self.number * self.size - self.length
-    x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(x.shape[0], self.number, self.size, *x.shape[2:]), 1, 0)
+    length = x.shape[1]
+    number = -(-length // self.block)
+    size = -(-length // number)
+    x = jnp.pad(x, ((0, 0), (0, number * size - length)) + ((0, 0),) * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(x.shape[0], number, size, *x.shape[2:]), 1, 0)
 
   def split_queries(self, x: jax.Array, kv_heads: int) -> jax.Array:
-    """[B, T, H, Dh] -> [N, B, Hkv, G, S, Dh]."""
+    """[B, S, H, Dh] -> [N, B, Hkv, G, S, Dh]."""
     x = self.split(x).transpose(0, 1, 3, 2, 4)
     return x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:])
 
-  def index(self) -> jax.Array:
-    return jnp.arange(self.number * self.size, dtype=jnp.int32).reshape(self.number, self.size)
+  def queries(self, q: jax.Array, kv_heads: int, ids: jax.Array, at: jax.Array) -> Queries:
+    return Queries(self.split_queries(q, kv_heads), self.split(ids), self.split(at[None])[:, 0])
 
-  def queries(self, q: jax.Array, kv_heads: int, segment_ids: jax.Array) -> Queries:
-    return Queries(self.split_queries(q, kv_heads), self.split(segment_ids), self.index())
-
-  def keys(self, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> Keys:
+  def keys(self, k: jax.Array, v: jax.Array, ids: jax.Array) -> Keys:
     k, v = (self.split(x).transpose(0, 1, 3, 2, 4) for x in (k, v))
-    return Keys(k, v, self.split(segment_ids), self.index())
+    ids = self.split(ids)
+    at = jnp.arange(ids.shape[0] * ids.shape[2], dtype=jnp.int32)
+    return Keys(k, v, ids, at.reshape(ids.shape[0], -1))
 
   def join_queries(self, x: jax.Array) -> jax.Array:
     """The inverse of `split_queries`."""
     number, batch, kv_heads, group, size, dim = x.shape
     x = x.transpose(1, 0, 4, 2, 3, 5).reshape(batch, number * size, kv_heads * group, dim)
-    return x[:, : self.length]
+    return x[:, : self.num_queries]
 
   def join_keys(self, x: jax.Array) -> jax.Array:
     """[N, B, Hkv, S, Dh] -> [B, T, Hkv, Dh]."""
     number, batch, kv_heads, size, dim = x.shape
     x = x.transpose(1, 0, 3, 2, 4).reshape(batch, number * size, kv_heads, dim)
-    return x[:, : self.length]
+    return x[:, : self.num_keys]

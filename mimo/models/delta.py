@@ -25,6 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mimo.models.varying import vary
+
 _HIGHEST = jax.lax.Precision.HIGHEST
 _UNIT_EPS = 1e-6
 # Chunks whose intermediates exist at once; the backward pass keeps one state per so many chunks.
@@ -166,7 +168,7 @@ def scan_chunks(
   group = heads // kv_heads
   if initial_state is None:
     initial_state = jnp.zeros((batch, heads, k.shape[-1], value_dim), jnp.float32)
-  state = initial_state.astype(jnp.float32)
+  state = vary(initial_state.astype(jnp.float32), k, v, log_decay)
   state = state.reshape(batch, kv_heads, group, *state.shape[2:]).transpose(0, 1, 3, 2, 4)
 
   chunk = min(chunk, 1 << (length - 1).bit_length())

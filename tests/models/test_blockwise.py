@@ -112,9 +112,11 @@ def test_bfloat16_in_bfloat16_out():
 
 def visited(ids, block):
   """Blocks of keys that each block of queries reads."""
-  split = blockwise._Blocks(ids.shape[1], block).split(jnp.asarray(ids))
-  first = np.asarray(blockwise._first_blocks(split))
-  return [list(range(f, i + 1)) for i, f in enumerate(first)]
+  ids, (rows, length) = jnp.asarray(ids), ids.shape
+  cut = blockwise._Cut(length, length, block)
+  x = jnp.zeros((rows, length, 1, 1))
+  first, end = blockwise._ranges(cut.queries(x, 1, ids, jnp.arange(length)), cut.keys(x, x, ids))
+  return [list(range(*pair)) for pair in zip(first.tolist(), end.tolist(), strict=True)]
 
 
 def test_blocks_of_other_segments_are_skipped():
