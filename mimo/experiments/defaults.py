@@ -64,6 +64,7 @@ def base(arm: str) -> config_dict.ConfigDict:
         'mesh': '',  # one device; else sizes of axes, such as 'fsdp=4,context=2'
       },
       'pools': {},
+      'drift_every_updates': 0,  # measures the drift of a batch, two more backward passes; 0: never
       'emulate_activations': True,  # native samplers round what their format has a server round
       'block_scale': 'amax',  # or four_over_six: how nvfp4 block scales are chosen
       'evaluation': {'every_updates': 20, 'samples': 4},

@@ -13,6 +13,7 @@ from mimo.experiments import hosts
 from mimo.objectives import advantages
 from mimo.objectives.diagnostics import summarise, total_aux
 from mimo.telemetry import names
+from mimo.trainer.drift import Drift
 from mimo.trainer.packing import Bucket, pack
 from mimo.trainer.state import TrainState
 from mimo.trainer.update import Trainer
@@ -31,6 +32,7 @@ class Learner:
     num_candidates: K.
     sources: pool names.
     peers: the run's other processes, which do the same on their devices.
+    drift: measures the drift of a batch where that is asked for.
   """
 
   def __init__(
@@ -43,7 +45,12 @@ class Learner:
     num_candidates: int,
     sources: Sequence[str],
     peers: hosts.Peers,
+    drift: Drift | None = None,
   ) -> None:
+    if drift is not None and peers.several:
+      raise ValueError(
+        'drift_every_updates is not 0; expected one process, which alone measures it'
+      )
     self.state = state
     self._trainer = trainer
     self._advantage = advantage
@@ -51,9 +58,13 @@ class Learner:
     self._num_candidates = num_candidates
     self._sources = tuple(sources)
     self._peers = peers
+    self._drift = drift
 
-  def update(self, groups: Sequence[Group]) -> dict[str, float]:
-    """Learns from one batch. Returns scalars over all tokens, and by source."""
+  def update(self, groups: Sequence[Group], *, measure_drift: bool = False) -> dict[str, float]:
+    """Learns from one batch. Returns scalars over all tokens, and by source.
+
+    Where it was given a `Drift`, `measure_drift` adds its norms.
+    """
     begin = time.perf_counter()
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     adv = [
@@ -69,8 +80,11 @@ class Learner:
       temperature=self._trainer.spec.config.temperature,
     )
     self._peers.send_batch(batch, self._buckets)
+    measures = {}
+    if self._drift is not None and measure_drift:
+      measures = self._drift.measure(self.state.params, batch)
     self.state, metrics = self._trainer.update(self.state, batch)
-    metrics = jax.device_get(metrics)
+    metrics = jax.device_get(metrics) | measures
     aux = metrics.pop('aux')
     scalars = {names.of_train(name): float(value) for name, value in metrics.items()}
     scalars |= {names.of_train(n): float(v) for n, v in _objective(total_aux(aux)).items()}

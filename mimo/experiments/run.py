@@ -29,6 +29,7 @@ from mimo.tasks.base import Task
 from mimo.telemetry import metrics, names, report, writers
 from mimo.telemetry.ledger import Ledger
 from mimo.telemetry.progress import Progress, evaluation_line
+from mimo.trainer.drift import Drift
 from mimo.trainer.update import LOGITS_DTYPE
 from mimo.types import SamplingParams, Version
 from mimo.weights.checkpoints import Checkpoints, policy_meta
@@ -95,6 +96,7 @@ def plan(config: config_dict.ConfigDict) -> Plan:
       num_candidates=config.sampling.candidates,
       sources=[pool.name for pool in pools],
       peers=peers,
+      drift=Drift(trainer) if config.drift_every_updates else None,
     )
 
   return Plan(
@@ -256,7 +258,11 @@ class Run:
 
   async def update(self, batch: Batch) -> dict[str, float]:
     """Learns from a batch. Returns the scalars of the update."""
-    return await self.in_update_worker(lambda: self.learner.update(batch.groups))
+    every = self.plan.config.drift_every_updates
+    measure = every > 0 and batch.update % every == 0
+    return await self.in_update_worker(
+      lambda: self.learner.update(batch.groups, measure_drift=measure)
+    )
 
   async def evaluate(self, update: int) -> None:
     """Evaluates the published BF16 view of `update`, and says and writes what it found."""

@@ -39,6 +39,7 @@ _NOT_NEGATIVE = (
   'rollouts.virtual.update_secs',
   'rollouts.virtual.publication_secs',
   'rollouts.virtual.answer_secs',
+  'drift_every_updates',
   'trainer.warmup_updates',
   'trainer.weight_decay',
   'trainer.max_grad_norm',

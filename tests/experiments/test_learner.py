@@ -6,6 +6,7 @@ import pytest
 
 from mimo.experiments import factories, hosts
 from mimo.experiments.learner import Learner
+from mimo.trainer.drift import Drift
 from mimo.types import (
   Candidates,
   EpisodeEnd,
@@ -57,6 +58,7 @@ def learner(tiny_config, tiny_policy) -> Learner:
     num_candidates=4,
     sources=['one', 'two'],
     peers=hosts.Peers(),
+    drift=Drift(trainer),
   )
 
 
@@ -76,7 +78,9 @@ def test_counts_by_source_and_moves_only_where_rewards_differ(learner) -> None:
   assert 0 <= scalars['source/one/kl'] < 0.2
   assert scalars['train/entropy'] == pytest.approx(np.log(128), abs=0.2)
   assert scalars['train/grad_norm'] > 0
-  equal = learner.update([Group(prompt, same, 2)])
+  assert 'train/drift' not in scalars
+  equal = learner.update([Group(prompt, same, 2)], measure_drift=True)
+  assert equal['train/covariance_norm'] == equal['train/mean_score_norm'] == 0
   assert equal['train/grad_norm'] == 0
   assert 'source/two/tokens' not in equal
 
