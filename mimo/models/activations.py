@@ -27,8 +27,9 @@ class ActivationQuant:
 
   Attributes:
     kind: 'fp8_block' or 'fp8_token' (dynamic), or 'nvfp4' (calibrated).
-    scales: for nvfp4, a projection's path in the parameter dict -> [L] float32, the
-      `input_global_scale` of each layer; None for the others.
+    scales: for nvfp4, a projection's path in the parameter dict -> float32 of the leaf's leading
+      shape, [L] or [L, E]: the `input_global_scale` of each layer, or of each expert of each;
+      None for the others.
   """
 
   kind: str
@@ -47,6 +48,24 @@ def check_activation_quant(quant: ActivationQuant) -> None:
     got = 'none' if quant.scales is None else f'{len(quant.scales)}'
     expected = 'one per projection' if quant.kind == 'nvfp4' else 'none'
     raise ValueError(f'{quant.kind} got scales: {got}; expected {expected}')
+
+
+def rounded(x: jax.Array, kind: str | None, global_scale: jax.Array | None = None) -> jax.Array:
+  """Rounds what enters a projection as `kind`, or leaves it where that is None.
+
+  Args:
+    x: [..., D] float.
+    kind: None or one of `KINDS`.
+    global_scale: for nvfp4; see there.
+  """
+  if kind == 'fp8_token':
+    return fp8_token(x)
+  if kind == 'fp8_block':
+    return fp8_block(x)
+  if kind == 'nvfp4':
+    assert global_scale is not None
+    return nvfp4(x, global_scale)
+  return x
 
 
 def fp8_token(x: jax.Array) -> jax.Array:
@@ -98,7 +117,7 @@ def nvfp4(x: jax.Array, global_scale: jax.Array) -> jax.Array:
 
   Args:
     x: [..., D] float, D a multiple of 16.
-    global_scale: [] float32.
+    global_scale: float32, [] or one for each row, [...].
 
   Returns:
     [..., D], the dtype of `x`.
@@ -107,7 +126,9 @@ def nvfp4(x: jax.Array, global_scale: jax.Array) -> jax.Array:
     raise ValueError(
       f'nvfp4 activations have {x.shape[-1]} features; expected a multiple of {NVFP4_BLOCK}'
     )
-  chex.assert_shape(global_scale, ())
+  if jnp.ndim(global_scale):
+    chex.assert_shape(global_scale, x.shape[:-1])
+    global_scale = global_scale[..., None, None]
   blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, NVFP4_BLOCK)
   amax = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
   scale = _e4m3(global_scale * (amax * jnp.float32(1.0 / E2M1_MAX)))

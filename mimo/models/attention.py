@@ -14,10 +14,11 @@ import jax.numpy as jnp
 
 from mimo.models import activations, blockwise, layers
 from mimo.models.config import ModelConfig
+from mimo.models.parallel import Parallel
 
 
 class KVCache(NamedTuple):
-  """Keys and values of every layer. An entry is defined once written.
+  """Keys and values of every layer that attends. An entry is defined once written.
 
   Heads come before positions, and the positions of keys last, because both products of a decoding
   step then read the cache as it lies: on CPU that is three times faster than [L, B, S, Hkv, Dh].
@@ -40,26 +41,35 @@ class Context(NamedTuple):
   """What all layers share.
 
   Attributes:
-    angles: (cos, sin), each [B, T, Dh / 2] float32.
+    angles: (cos, sin), each [B, T, R / 2] float32, R of a head's dimensions being rotated.
+    present: [B, T] bool, whether there is a token.
     segment_ids: [B, T] int32, 0 for padding, of rows that are run whole; None over a cache.
     mask: [B, T, S] bool, whether query t sees position s of the cache; None without one.
     slots: [B, T] int32, where in the cache token t is written; beyond its end: nowhere. None
       without a cache.
+    fresh: [B] bool, rows that hold no token before these; None without a cache.
   """
 
   angles: tuple[jax.Array, ...]
+  present: jax.Array
   segment_ids: jax.Array | None = None
   mask: jax.Array | None = None
   slots: jax.Array | None = None
+  fresh: jax.Array | None = None
 
 
 class Attention(nn.Module):
-  """Grouped-query attention with RoPE and, where the config says so, query and key norms."""
+  """Grouped-query attention with RoPE.
+
+  Where the config says so queries and keys are normalised per head, and an output gate, made beside
+  the queries, multiplies each head's result by its sigmoid.
+  """
 
   config: ModelConfig
   dtype: Any
   quant_kind: str | None
   kv_quant: str | None
+  parallel: Parallel | None = None
 
   def setup(self) -> None:
     c = self.config
@@ -68,25 +78,28 @@ class Attention(nn.Module):
     def make(in_shape: tuple[int, ...], out_shape: tuple[int, ...]) -> layers.Projection:
       return layers.Projection(in_shape, out_shape, self.dtype, self.quant_kind)
 
-    self.q_proj = make((d,), (c.num_heads, n))
+    self.q_proj = make((d,), (c.num_heads, 2 * n if c.gated else n))
     self.k_proj = make((d,), (c.num_kv_heads, n))
     self.v_proj = make((d,), (c.num_kv_heads, n))
     self.o_proj = make((c.num_heads, n), (d,))
     if c.qk_norm:
-      self.q_norm = layers.RMSNorm(c.rms_norm_eps, self.dtype)
-      self.k_norm = layers.RMSNorm(c.rms_norm_eps, self.dtype)
+      self.q_norm = layers.RMSNorm(c.rms_norm_eps, self.dtype, c.gated)
+      self.k_norm = layers.RMSNorm(c.rms_norm_eps, self.dtype, c.gated)
 
   def __call__(
     self, x: jax.Array, context: Context, state: tuple[KVCache, jax.Array] | None
   ) -> tuple[jax.Array, KVCache | None]:
     """`state` is (the cache of all layers, this layer's index)."""
     q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    gate = None
+    if self.config.gated:
+      q, gate = jnp.split(q, 2, axis=-1)
     if self.config.qk_norm:
       q, k = self.q_norm(q), self.k_norm(k)
     q, k = layers.rotate(q, context.angles), layers.rotate(k, context.angles)
     if state is None:
       assert context.segment_ids is not None
-      return self.o_proj(blockwise.attend(q, k, v, context.segment_ids)), None
+      return self._output(blockwise.attend(q, k, v, context.segment_ids), gate), None
     if self.kv_quant is not None:
       rounded = activations.fp8_static if self.kv_quant == 'fp8' else activations.bf16
       k, v = rounded(k), rounded(v)
@@ -96,7 +109,10 @@ class Attention(nn.Module):
     window = context.mask.shape[-1]
     k = cache.keys[layer, ..., :window].astype(self.dtype)
     v = cache.values[layer, :, :, :window].astype(self.dtype)
-    return self.o_proj(blockwise.masked(q, k, v, context.mask)), cache
+    return self._output(blockwise.masked(q, k, v, context.mask), gate), cache
+
+  def _output(self, y: jax.Array, gate: jax.Array | None) -> jax.Array:
+    return self.o_proj(y if gate is None else y * jax.nn.sigmoid(gate))
 
 
 def write(

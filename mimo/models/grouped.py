@@ -8,7 +8,7 @@ group each, so the extra work is at most one block per group.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -29,13 +29,13 @@ class _Blocks(NamedTuple):
     group: [n] int32, whose rows a block has.
     start: [n] int32, its first row.
     end: [n] int32, the end of its group: rows from there on are not the block's.
-    count: [] int32, how many of the n there are.
+    num: [] int32, how many of the n there are.
   """
 
   group: jax.Array
   start: jax.Array
   end: jax.Array
-  count: jax.Array
+  num: jax.Array
 
 
 @jax.custom_vjp
@@ -53,11 +53,13 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
   return _product(x, w, sizes, transpose=False)
 
 
-def _forward(x: jax.Array, w: jax.Array, sizes: jax.Array):
+def _forward(
+  x: jax.Array, w: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   return grouped_matmul(x, w, sizes), (x, w, sizes)
 
 
-def _backward(saved: tuple[jax.Array, ...], dy: jax.Array):
+def _backward(saved: tuple[jax.Array, ...], dy: jax.Array) -> tuple[Any, ...]:
   x, w, sizes = saved
   dx = _product(dy, w, sizes, transpose=True)
   dw = _outer(x, dy, sizes).astype(w.dtype)
@@ -98,7 +100,7 @@ def product_by_block(x: jax.Array, w: jax.Array, sizes: jax.Array, *, transpose:
     # Rows past the block's are of later groups, whose blocks come later and write over these.
     return jax.lax.dynamic_update_slice(y, part, (blocks.start[i], 0))
 
-  y = jax.lax.fori_loop(0, blocks.count, body, jnp.zeros((num + rows, width), x.dtype))
+  y = jax.lax.fori_loop(0, blocks.num, body, jnp.zeros((num + rows, width), x.dtype))
   return jnp.where((jnp.arange(num) < jnp.sum(sizes))[:, None], y[:num], 0)
 
 
@@ -124,7 +126,7 @@ def outer_by_block(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(total, part, group, 0)
 
   shape = (len(sizes), x.shape[1], y.shape[1])
-  return jax.lax.fori_loop(0, blocks.count, body, jnp.zeros(shape, jnp.float32))
+  return jax.lax.fori_loop(0, blocks.num, body, jnp.zeros(shape, jnp.float32))
 
 
 def product_by_chunk(
@@ -181,7 +183,7 @@ def _blocks(sizes: jax.Array, num: int, rows: int) -> _Blocks:
   counts = -(-sizes // rows)
   until, ends = jnp.cumsum(counts), jnp.cumsum(sizes)
   index = jnp.arange(num // rows + len(sizes), dtype=jnp.int32)
-  # The last group takes what lies beyond `count`.
+  # The last group takes what lies beyond `num`.
   group = jnp.searchsorted(until, index, side='right').clip(0, len(sizes) - 1).astype(jnp.int32)
   first = index - (until - counts)[group]
   start = (ends - sizes)[group] + first * rows
@@ -192,7 +194,7 @@ def _chunks(sizes: jax.Array, num: int, rows: int, chunk: int) -> tuple[jax.Arra
   """Returns the group [n, chunk] and the rows [n, chunk, rows] of each block; `num`: none."""
   blocks = _blocks(sizes, num, rows)
   at = blocks.start[:, None] + jnp.arange(rows, dtype=jnp.int32)
-  real = (at < blocks.end[:, None]) & (jnp.arange(len(at)) < blocks.count)[:, None]
+  real = (at < blocks.end[:, None]) & (jnp.arange(len(at)) < blocks.num)[:, None]
   at, group = jnp.where(real, at, num), blocks.group
   chunk = min(chunk, len(group))
   missing = -len(group) % chunk

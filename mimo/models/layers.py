@@ -27,12 +27,14 @@ class Projection(nn.Module):
     dtype: of the product.
     quant_kind: None, or a kind of `activations.ActivationQuant`; nvfp4 reads its global scale from
       the variable `input_scales/<path>/global_scale`.
+    precision: of the product.
   """
 
   in_shape: tuple[int, ...]
   out_shape: tuple[int, ...]
   dtype: Any
   quant_kind: str | None
+  precision: jax.lax.Precision | None = None
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -50,28 +52,34 @@ class Projection(nn.Module):
     if self.is_mutable_collection(INPUT_AMAX):
       amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
       self.variable(INPUT_AMAX, 'amax', jnp.zeros, (), jnp.float32).value = amax
-    if self.quant_kind == 'fp8_token':
-      x = activations.fp8_token(x)
-    elif self.quant_kind == 'fp8_block':
-      x = activations.fp8_block(x)
-    elif self.quant_kind == 'nvfp4':
-      x = activations.nvfp4(x, self.get_variable(INPUT_SCALES, 'global_scale'))
+    scale = self.get_variable(INPUT_SCALES, 'global_scale') if self.quant_kind == 'nvfp4' else None
+    x = activations.rounded(x, self.quant_kind, scale)
     matrix = jnp.asarray(kernel, self.dtype).reshape(features, math.prod(self.out_shape))
-    y = jnp.dot(x.astype(self.dtype), matrix)
+    y = jnp.dot(x.astype(self.dtype), matrix, precision=self.precision)
     return y.reshape(*x.shape[:-1], *self.out_shape)
 
 
 class RMSNorm(nn.Module):
-  """x / sqrt(mean(x^2) + eps) * scale over the last dimension; the statistics in float32."""
+  """x / sqrt(mean(x^2) + eps) * scale over the last dimension; the statistics in float32.
+
+  Attributes:
+    eps: added to the mean.
+    dtype: of the result.
+    centred: whether the parameter is scale - 1. Then the product is float32 too.
+  """
 
   eps: float
   dtype: Any
+  centred: bool = False
 
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
-    scale = self.param('scale', nn.initializers.ones, (x.shape[-1],), jnp.float32)
+    init = nn.initializers.zeros if self.centred else nn.initializers.ones
+    scale = self.param('scale', init, (x.shape[-1],), jnp.float32)
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+    if self.centred:
+      return (wide * (1.0 + scale)).astype(self.dtype)
     return jnp.asarray(scale, self.dtype) * wide.astype(self.dtype)
 
 
@@ -123,7 +131,11 @@ def rope_angles(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, ...]) -> jax.Array:
-  """Rotates each head of x [B, T, H, Dh]: dimension i is paired with i + Dh / 2."""
+  """Rotates each head of x [B, T, H, Dh]: dimension i is paired with i + R / 2.
+
+  R is twice the size of the angles; dimensions from R on stay as they are.
+  """
   cos, sin = (a[:, :, None, :].astype(x.dtype) for a in angles)
-  first, second = jnp.split(x, 2, axis=-1)
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+  half = cos.shape[-1]
+  first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

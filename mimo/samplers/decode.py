@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from mimo.models.activations import ActivationQuant
-from mimo.models.attention import KVCache
 from mimo.models.config import ModelConfig
-from mimo.models.decoder import extend, head_matrix
+from mimo.models.decoder import Cache, extend, head_matrix
 from mimo.samplers.draw import Array, Draw, DrawParams, draw
 
 
@@ -101,7 +100,7 @@ class Decoded(NamedTuple):
 
 class _Carry(NamedTuple):
   step: jax.Array
-  cache: KVCache
+  cache: Cache
   last: jax.Array
   done: jax.Array
   num_fed: jax.Array
@@ -112,8 +111,8 @@ class _Carry(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames='program', donate_argnames='cache')
 def decode(
-  program: Program, weights: Weights, cache: KVCache, rows: Rows, min_active: jax.Array
-) -> tuple[KVCache, Decoded]:
+  program: Program, weights: Weights, cache: Cache, rows: Rows, min_active: jax.Array
+) -> tuple[Cache, Decoded]:
   """Runs up to N steps, one token per row and step.
 
   Stops early once fewer than `min_active` rows have anything left to do: a full batch is worth
@@ -186,12 +185,12 @@ def decode(
 def prefill(
   program: Program,
   weights: Weights,
-  cache: KVCache,
+  cache: Cache,
   slots: jax.Array,
   tokens: jax.Array,
   start: jax.Array,
   count: jax.Array,
-) -> KVCache:
+) -> Cache:
   """Writes known tokens of a few slots to the cache.
 
   Args:
@@ -203,7 +202,7 @@ def prefill(
     start: [b] int32, how many tokens each slot's cache holds.
     count: [b] int32, how many of the C are real.
   """
-  few = KVCache(*(a.at[:, slots].get(mode='clip') for a in cache))
+  few = jax.tree.map(lambda a: a.at[:, slots].get(mode='clip'), cache)
   _, few = extend(
     program.config,
     weights.params,
@@ -215,7 +214,7 @@ def prefill(
     kv_quant=program.kv_quant,
     window=program.window,
   )
-  return KVCache(*(a.at[:, slots].set(new, mode='drop') for a, new in zip(cache, few, strict=True)))
+  return jax.tree.map(lambda a, new: a.at[:, slots].set(new, mode='drop'), cache, few)
 
 
 def _empty_draws(program: Program, steps: int, size: int) -> Draw:

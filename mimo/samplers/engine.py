@@ -16,9 +16,8 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
-from mimo.models.attention import KVCache
 from mimo.models.config import ModelConfig
-from mimo.models.decoder import init_cache
+from mimo.models.decoder import Cache, init_cache
 from mimo.samplers.base import SamplerError
 from mimo.samplers.decode import Decoded, Program, Rows, Weights, computed, decode, prefill
 from mimo.samplers.draw import Draw, DrawParams
@@ -118,7 +117,7 @@ class Engine:
 
   def _reset_slots(self) -> None:
     s = self._settings
-    self._cache: KVCache = init_cache(self._config, s.slots, s.max_tokens, jnp.float32)
+    self._cache: Cache = init_cache(self._config, s.slots, s.max_tokens, jnp.float32)
     self._holders: list[Session | None] = [None] * s.slots
     self._idle: dict[str, Session] = {}  # sessions with a slot and no turn, longest idle first
     self._tokens = np.zeros((s.slots, s.max_tokens), np.int32)

@@ -152,11 +152,11 @@ def test_extend_writes_only_what_is_counted(config, params, tokens):
   cache = jax.tree.map(lambda x: x + 5, decoder.init_cache(config, 3, 8, jnp.float32))
   count = np.array([2, 0, 3])
   _, cache = extend(config, params, cache, tokens[:, :3], np.array([1, 2, 6]), count)
-  written = np.any(np.asarray(cache.values) != 5, axis=(2, 4))  # [L, B, S]
+  written = np.any(np.asarray(cache.kv.values) != 5, axis=(2, 4))  # [L, B, S]
   expected = np.zeros((3, 8), bool)
   expected[0, 1:3] = expected[2, 6:8] = True  # the last token of row 2 is beyond the end
   np.testing.assert_array_equal(written, np.broadcast_to(expected, written.shape))
-  np.testing.assert_array_equal(written, np.any(np.asarray(cache.keys) != 5, axis=(2, 3)))
+  np.testing.assert_array_equal(written, np.any(np.asarray(cache.kv.keys) != 5, axis=(2, 3)))
 
 
 def test_a_row_can_be_used_again(config, params, tokens, hidden):
@@ -174,7 +174,7 @@ def test_cached_keys_and_values_are_rounded(config, params, tokens):
     cache = decoder.init_cache(config, 3, 12, jnp.float32)
     zero, all_of_it = np.zeros(3, np.int32), np.full(3, 12)
     got, cache = extend(config, params, cache, tokens, zero, all_of_it, kv_quant=kv_quant)
-    caches[kv_quant] = got, jax.tree.map(np.asarray, cache)
+    caches[kv_quant] = got, jax.tree.map(np.asarray, cache.kv)
   for kv_quant, rounded in (('bf16', activations.bf16), ('fp8', activations.fp8_static)):
     (exact, plain), (got, cache) = caches[None], caches[kv_quant]
     # Later layers differ: their inputs have seen the rounding.

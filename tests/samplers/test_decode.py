@@ -77,7 +77,7 @@ def test_rows_stop_at_their_room_or_a_stop_id_and_a_decode_when_few_are_left(
   assert out.num_fed.tolist() == [1, 2, 4] and int(out.num_steps) == 4
   assert out.draws.ids[:4, 2].tolist() == free.draws.ids[:4, 2].tolist()
   # Positions that a row never came to are untouched.
-  assert np.abs(np.asarray(cache.values)[:, 1, :, 2:]).max() == 0
+  assert np.abs(np.asarray(cache.kv.values)[:, 1, :, 2:]).max() == 0
   cache = init_cache(config, 3, WINDOW, jnp.float32)
   _, out = decode(program, weights, cache, rows, np.int32(2))
   assert int(out.num_steps) == 2 and out.num_drawn.tolist() == [1, 2, 2]
@@ -92,9 +92,9 @@ def test_prefill_writes_what_decoding_would(config, weights, program):
   slots, start, count = (np.array(v, np.int32) for v in ([1, 3], [0, 0], [4, 0]))  # 3: padding
   two = init_cache(config, 3, WINDOW, jnp.float32)
   two = prefill(program, weights, two, slots, tokens, start, count)
-  for a, b in zip(one, two, strict=True):
+  for a, b in zip(one.kv, two.kv, strict=True):
     np.testing.assert_allclose(a, b, atol=1e-5)
-  assert np.abs(np.asarray(two.values)[:, 1, :, :4]).min() > 0
+  assert np.abs(np.asarray(two.kv.values)[:, 1, :, :4]).min() > 0
 
 
 def test_models_that_compute_alike_share_a_compilation(config, weights, program):

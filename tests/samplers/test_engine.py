@@ -220,7 +220,7 @@ def test_a_version_swapped_in_mid_turn(
 def test_cached_keys_and_values_are_rounded(make_engine, sampling, name, dtype):
   exact, rounded = make_engine(), make_engine(kv_cache_dtype=name)
   samples = [turn(engine, 's', prompt(3), sampling()) for engine in (exact, rounded)]
-  for cache in rounded._cache:
+  for cache in rounded._cache.kv:
     held = np.asarray(cache)
     assert held.dtype == np.float32 and np.array_equal(held, held.astype(dtype).astype(np.float32))
     assert np.abs(held).max() > 0
