@@ -147,7 +147,7 @@ class Rig:
 
   client_limits = ClientLimits(keep_alive_secs=0.5, silence_secs=60.0, stall_secs=120.0)
   # A step takes milliseconds; what has taken none for so long has stopped for good.
-  limits = ReplicaLimits(start_secs=300.0, stall_secs=10.0, unanswered_secs=10.0)
+  limits = ReplicaLimits(start_secs=300.0, stall_secs=15.0, unanswered_secs=10.0)
   prompt = np.array([5, 6, 7, 8], np.int32)
   params = SamplingParams(1.0, 0.97, 8, _CANDIDATES, 24, ())
 
@@ -202,7 +202,7 @@ class Rig:
     self.processes.append(process)
     return process
 
-  def run(self, work, secs: float = 300.0):
+  def run(self, work, secs: float = 400.0):
     async def bounded():
       async with asyncio.timeout(secs):
         return await work
