@@ -131,8 +131,9 @@ def test_the_stock_route_draws_the_same_turn(rig) -> None:
 def _breaks(rig, act) -> str:
   """Does something to a server in mid-turn. Returns what the replica says was the matter with it.
 
-  `act` gets the ids of the server and of its engine, which stands still. Whatever it is, the session gets its turn, whole and from the newest version, the server is
-  replaced, nothing of it is left, and the new one draws what the old one did.
+  `act` gets the ids of the server and of its engine, which stands still. Whatever it does, the
+  session gets its turn, whole and from the newest version, the server is replaced, nothing of it is
+  left, and the new one draws what the old one did.
   """
   rig.feed.newest = rig.publish(1.0)
   before = rig.run(rig.turn('before'))
