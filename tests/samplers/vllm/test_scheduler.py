@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import subprocess
@@ -199,3 +200,15 @@ def test_it_builds_on_the_scheduler_that_vllm_would_take():
   assert issubclass(make(True), AsyncScheduler)
   assert not issubclass(make(False), AsyncScheduler)
   assert {make(True).__name__, make(False).__name__} == {'BlockScheduler'}
+
+
+@pytest.mark.vllm
+def test_outputs_with_fields_that_are_not_known_are_not_held(monkeypatch, caplog):
+  from vllm.v1.core.sched.scheduler import Scheduler
+
+  known = tuple(name for name in scheduler._RARE if name != 'events')
+  monkeypatch.setattr(scheduler, '_RARE', known)
+  with caplog.at_level(logging.WARNING, logger='vllm.mimo'):
+    monkeypatch.setattr(logging.getLogger('vllm'), 'propagate', True)
+    assert scheduler._scheduler_class.__wrapped__(False) is Scheduler
+  assert "sent one by one: this vLLM has ['events'] in them" in caplog.text

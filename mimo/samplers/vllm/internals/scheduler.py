@@ -1,10 +1,10 @@
 """vLLM's scheduler, but that a request may have its outputs sent many tokens at a time.
 
 vLLM packs, sends, unpacks and counts each token of each request by itself, and three small arrays
-with it where log-probs are asked for: together more than drawing it costs. Outputs of a request
-whose `extra_args` are `IN_BLOCKS` are held here instead and sent merged: every `BLOCK_TOKENS`
-outputs, every `BLOCK_SECS`, with the last one, and before a pause is complete, since the weights'
-version is said of a message as a whole. What is drawn is the same, and other requests see nothing.
+with it where log-probs are asked for. Outputs of a request whose `extra_args` are `IN_BLOCKS` are
+held here instead and sent merged: every `BLOCK_TOKENS` outputs, every `BLOCK_SECS`, with the last
+one, and before a pause is complete, since a message has one version of the weights for all that is
+in it. What is drawn is the same, and other requests are served as ever.
 
 The class to build on is the one that vLLM would have taken itself. Overridden are two methods of
 its interface: `update_from_output` and `has_requests`.
