@@ -23,9 +23,9 @@ from mimo.telemetry import names
 Series = dict[str, tuple[np.ndarray, np.ndarray]]
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
-_COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#8c6bb1', '#666666')
-_OVERALL = '#222222'
-_STYLE = {
+COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#8c6bb1', '#666666')
+OVERALL = '#222222'
+STYLE = {
   'axes.axisbelow': True,
   'axes.grid': True,
   'axes.spines.right': False,
@@ -56,7 +56,7 @@ def to_series(records: Iterable[Mapping[str, Any]]) -> Series:
 def svg(figure: Figure) -> str:
   """Returns the figure as an <svg> element, the same for the same figure."""
   buffer = io.StringIO()
-  with matplotlib.rc_context(_STYLE):
+  with matplotlib.rc_context(STYLE):
     figure.savefig(buffer, format='svg', metadata={'Date': None, 'Creator': None})
   text = buffer.getvalue()
   return text[text.index('<svg') :]
@@ -90,10 +90,10 @@ def pass_at_k(series: Series) -> Figure | None:
   splits = eval_splits(series)
   if not splits:
     return None
-  with matplotlib.rc_context(_STYLE):
-    figure, axes = _figure('', len(splits))
+  with matplotlib.rc_context(STYLE):
+    figure, axes = new_figure('', len(splits))
     for ax, (split, ks) in zip(axes, splits.items(), strict=True):
-      for k, colour in zip(ks, _COLOURS, strict=False):
+      for k, colour in zip(ks, COLOURS, strict=False):
         steps, means = series[names.of_eval(split, f'pass@{k}')]
         error_name = names.of_eval(split, f'pass@{k}_error')
         errors = values_at(series, error_name, steps)
@@ -124,7 +124,7 @@ def masked(series: Series) -> Figure | None:
     for name, style in ((names.MASKED_LOW, ':'), (names.MASKED_HIGH, '--')):
       if names.of_train(name) in series:
         label = 'all, ratio too ' + name.removeprefix('masked_')
-        ax.plot(*series[names.of_train(name)], color=_OVERALL, ls=style, lw=1, label=label)
+        ax.plot(*series[names.of_train(name)], color=OVERALL, ls=style, lw=1, label=label)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.set_ylim(bottom=0.0)
 
@@ -140,7 +140,7 @@ def tail_ratio(series: Series) -> Figure | None:
     largest = names.of_train(names.TAIL_RATIO_MAX)
     if largest in series:
       steps, values = series[largest]
-      ax.plot(steps, _positive(values), color=_OVERALL, ls=':', lw=1, label='all, maximum')
+      ax.plot(steps, _positive(values), color=OVERALL, ls=':', lw=1, label='all, maximum')
     ax.axhline(1.0, color='#777777', lw=1, ls='--')
 
   # A source that always recorded its whole support has no tail, and reads 0.
@@ -183,8 +183,8 @@ def cost(series: Series) -> Figure | None:
   pools = _cost_pools(series)
   if not pools:
     return None
-  with matplotlib.rc_context(_STYLE):
-    figure, axes = _figure('', len(books))
+  with matplotlib.rc_context(STYLE):
+    figure, axes = new_figure('', len(books))
     for ax, (title, prefix) in zip(axes, books.items(), strict=True):
       steps = series[prefix][0]
       parts = np.array([values_at(series, f'{prefix}/{pool}', steps) for pool in pools])
@@ -230,11 +230,11 @@ def _by_source(
   drawn = [pool for pool in pools if names.of_source(pool, name) in series]
   if not drawn and overall not in series:
     return None
-  with matplotlib.rc_context(_STYLE):
-    figure, (ax,) = _figure(title, 1)
+  with matplotlib.rc_context(STYLE):
+    figure, (ax,) = new_figure(title, 1)
     lines = {pool: (names.of_source(pool, name), _colour(pools, pool)) for pool in drawn}
     if overall in series:
-      lines['all'] = (overall, _OVERALL)
+      lines['all'] = (overall, OVERALL)
     anything = False
     for shown, (key, colour) in lines.items():
       steps, values = series[key]
@@ -253,7 +253,8 @@ def _by_source(
     return figure
 
 
-def _figure(title: str, columns: int) -> tuple[Figure, list[Axes]]:
+def new_figure(title: str, columns: int) -> tuple[Figure, list[Axes]]:
+  """Returns a figure of some panels in a row over updates."""
   figure = Figure(figsize=(9.6 if columns == 1 else 4.8 * columns, 3.2), layout='constrained')
   FigureCanvasAgg(figure)
   axes = [figure.add_subplot(1, columns, i + 1) for i in range(columns)]
@@ -271,7 +272,7 @@ def _cost_pools(series: Series) -> list[str]:
 
 
 def _colour(pools: list[str], pool: str) -> str:
-  return _COLOURS[pools.index(pool) % len(_COLOURS)]
+  return COLOURS[pools.index(pool) % len(COLOURS)]
 
 
 def _positive(values: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mimo.telemetry import figures, names, writers
 
-_PAGE = """<!doctype html>
+PAGE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -86,17 +86,17 @@ def write(
 
 def render(series: figures.Series, config: Mapping[str, Any], title: str) -> str:
   """Returns the page."""
-  parts = [_section('Result', _scores(series)), _section('By source', _sources(series))]
+  parts = [section('Result', _scores(series)), section('By source', _sources(series))]
   for heading, draw in figures.ALL.items():
     figure = draw(series)
     if figure is not None:
       note = f'<p class="note">{_COST_NOTE}</p>' if draw is figures.cost else ''
-      parts.append(_section(heading, figures.svg(figure) + note))
+      parts.append(section(heading, figures.svg(figure) + note))
   dumped = html.escape(json.dumps(config, indent=2, sort_keys=True))
   parts.append(
     f'<h2>Configuration</h2><details><summary>Every value</summary><pre>{dumped}</pre></details>'
   )
-  return _PAGE.format(title=html.escape(title), lead=_lead(series), body='\n'.join(parts))
+  return PAGE.format(title=html.escape(title), lead=_lead(series), body='\n'.join(parts))
 
 
 def _lead(series: figures.Series) -> str:
@@ -131,7 +131,7 @@ def _scores(series: figures.Series) -> str:
           f'{means[-1] - means[0]:+.3f}' if steps[0] == 0 else '-',
         ]
       )
-  return _table(['', 'base', 'best', 'last', 'last - base'], rows)
+  return table(['', 'base', 'best', 'last', 'last - base'], rows)
 
 
 def _sources(series: figures.Series) -> str:
@@ -156,14 +156,16 @@ def _sources(series: figures.Series) -> str:
       value = series[key][1][-1] if key in series else np.nan
       row.append(f'{value:.4f}' if np.isfinite(value) else 'not known')
     rows.append(row)
-  return _table(['pool', *columns, 'modelled $', 'billed $'], rows)
+  return table(['pool', *columns, 'modelled $', 'billed $'], rows)
 
 
-def _section(heading: str, content: str) -> str:
+def section(heading: str, content: str) -> str:
+  """Returns a part of the page; nothing where it has no content."""
   return f'<h2>{html.escape(heading)}</h2>\n{content}' if content else ''
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """Returns an HTML table; nothing where it has no row."""
   if not rows:
     return ''
   head = ''.join(f'<th>{html.escape(cell)}</th>' for cell in header)
