@@ -19,6 +19,7 @@ from mimo.models.config import DELTA, ModelConfig
 
 HEAD = 'lm_head.weight'
 EMBEDDING = 'model.embed_tokens.weight'
+ROUTER = ('router', 'kernel')  # how the path of a router ends
 
 Index = tuple[int, ...]
 
