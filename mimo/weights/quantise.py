@@ -11,7 +11,7 @@ first. Formats and conventions: `mimo.weights.formats`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -31,6 +31,12 @@ F32_TINY = float(np.finfo(np.float32).tiny)
 
 _E4M3_VALUES = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
 _E2M1_VALUES = np.arange(16, dtype=np.uint8).view(E2M1).astype(np.float32)
+# A bfloat16's bits -> the code of its nearest value, saturated.
+_EVERY_BF16 = np.arange(1 << 16, dtype=np.uint16).view(BF16).astype(np.float32)
+with np.errstate(invalid='ignore'):  # among them are NaNs, which e2m1 lacks
+  _E4M3_CODES = np.clip(_EVERY_BF16, -E4M3_MAX, E4M3_MAX).astype(E4M3).view(np.uint8)
+  _E2M1_CODES = np.clip(_EVERY_BF16, -E2M1_MAX, E2M1_MAX).astype(E2M1).view(np.uint8) & 0xF
+_STRIP_ELEMENTS = 1 << 17
 # Byte -> the pair of values it packs.
 _E2M1_PAIRS = np.stack(
   [_E2M1_VALUES[np.arange(256) & 15], _E2M1_VALUES[np.arange(256) >> 4]], axis=1
@@ -124,9 +130,11 @@ def decode(name: str, parts: Mapping[str, np.ndarray], dtype: Any = BF16) -> np.
 
 def encode_fp8_channel(weight: np.ndarray) -> dict[str, np.ndarray]:
   """w ~ e4m3 * weight_scale, weight_scale = amax of the row / 448."""
-  values = weight.astype(np.float32)
-  scale = _fp8_scale(np.abs(values).max(axis=1, keepdims=True))
-  return {'weight': _to_e4m3(values / scale), 'weight_scale': scale}
+  scale = _fp8_scale(_amax(weight, axis=1)[:, None])
+  encoded = np.empty(weight.shape, E4M3)
+  for rows in _strips(weight):
+    encoded[rows] = _to_e4m3(weight[rows].astype(np.float32) / scale[rows])
+  return {'weight': encoded, 'weight_scale': scale}
 
 
 def decode_fp8_channel(parts: Mapping[str, np.ndarray], dtype: Any = BF16) -> np.ndarray:
@@ -148,10 +156,17 @@ def encode_fp8_block(weight: np.ndarray, *, fused: bool = False) -> dict[str, np
       f'fp8_block needs the rows of fused parts to be multiples of {formats.BLOCK}; got {rows} '
       '(fp8_channel has no such rule)'
     )
-  blocks = _blocks(weight.astype(np.float32))
-  scale = _fp8_scale(np.abs(blocks).max(axis=(1, 3)))
-  scaled = (blocks / scale[:, None, :, None]).reshape(blocks.shape[0] * formats.BLOCK, -1)
-  return {'weight': _to_e4m3(scaled[:rows, :columns]), 'weight_scale_inv': scale}
+  grid = (-(-rows // formats.BLOCK), -(-columns // formats.BLOCK))
+  encoded, scales = np.empty(weight.shape, E4M3), np.empty(grid, np.float32)
+  for i in range(grid[0]):
+    strip = slice(i * formats.BLOCK, (i + 1) * formats.BLOCK)
+    part = weight[strip]
+    blocks = _blocks(part)
+    # Rows first: the other order reads memory in small steps.
+    scales[i] = _fp8_scale(_amax(_amax(blocks[0], axis=0, keep_bits=True), axis=1))
+    scaled = blocks.astype(np.float32) / scales[i][None, None, :, None]
+    encoded[strip] = _to_e4m3(scaled.reshape(formats.BLOCK, -1)[: part.shape[0], :columns])
+  return {'weight': encoded, 'weight_scale_inv': scales}
 
 
 def decode_fp8_block(parts: Mapping[str, np.ndarray], dtype: Any = BF16) -> np.ndarray:
@@ -187,14 +202,13 @@ def encode_nvfp4(
 
   Raises ValueError where the columns are no multiple of 16.
   """
-  values = [weight.astype(np.float32) for weight in weights]
-  for value in values:
-    if value.shape[1] % formats.GROUP:
+  for weight in weights:
+    if weight.shape[1] % formats.GROUP:
       raise ValueError(
-        f'nvfp4 needs the columns to be a multiple of {formats.GROUP}; got {value.shape[1]}'
+        f'nvfp4 needs the columns to be a multiple of {formats.GROUP}; got {weight.shape[1]}'
       )
-  shared = global_scale(max(float(np.abs(value).max(initial=0.0)) for value in values))
-  return [_encode_nvfp4(value, shared, block_scale) for value in values]
+  shared = global_scale(max(float(_amax(weight, axis=None)) for weight in weights))
+  return [_encode_nvfp4(weight, shared, block_scale) for weight in weights]
 
 
 def decode_nvfp4(parts: Mapping[str, np.ndarray], dtype: Any = BF16) -> np.ndarray:
@@ -210,10 +224,25 @@ def decode_nvfp4(parts: Mapping[str, np.ndarray], dtype: Any = BF16) -> np.ndarr
   return values.reshape(rows, columns).astype(dtype)
 
 
-def _encode_nvfp4(values: np.ndarray, shared: np.float32, rule: str) -> dict[str, np.ndarray]:
-  rows, columns = values.shape
-  blocks = values.reshape(rows, -1, formats.GROUP)
-  amax = np.abs(blocks).max(axis=2)
+def _encode_nvfp4(weight: np.ndarray, shared: np.float32, rule: str) -> dict[str, np.ndarray]:
+  rows, columns = weight.shape
+  packed = np.empty((rows, columns // 2), np.uint8)
+  scales = np.empty((rows, columns // formats.GROUP), E4M3)
+  for strip in _strips(weight):
+    packed[strip], scales[strip] = _encode_nvfp4_rows(weight[strip], shared, rule)
+  return {
+    'weight_packed': packed,
+    'weight_scale': scales,
+    'weight_global_scale': np.array([shared], np.float32),
+  }
+
+
+def _encode_nvfp4_rows(
+  weight: np.ndarray, shared: np.float32, rule: str
+) -> tuple[np.ndarray, np.ndarray]:
+  rows, columns = weight.shape
+  amax = _amax(weight.reshape(rows, -1, formats.GROUP), axis=2)
+  blocks = weight.astype(np.float32).reshape(rows, -1, formats.GROUP)
   stored = _block_scale(amax / np.float32(E2M1_MAX) * shared)
   codes = _to_e2m1(blocks, stored, shared)
   if rule == 'four_over_six':
@@ -224,12 +253,8 @@ def _encode_nvfp4(values: np.ndarray, shared: np.float32, rule: str) -> dict[str
     )
     stored = np.where(better, other, stored)
     codes = np.where(better[:, :, None], other_codes, codes)
-  nibbles = codes.reshape(rows, columns)
-  return {
-    'weight_packed': nibbles[:, 0::2] | (nibbles[:, 1::2] << 4),
-    'weight_scale': stored,
-    'weight_global_scale': np.array([shared], np.float32),
-  }
+  pairs = codes.reshape(rows, columns // 2, 2)
+  return pairs[:, :, 0] | (pairs[:, :, 1] << 4), stored
 
 
 def _block_scale(scale: np.ndarray) -> np.ndarray:
@@ -239,7 +264,7 @@ def _block_scale(scale: np.ndarray) -> np.ndarray:
 def _to_e2m1(blocks: np.ndarray, stored: np.ndarray, shared: np.float32) -> np.ndarray:
   """Returns the e2m1 codes of blocks [out, G, 16] under scales [out, G] e4m3, uint8."""
   scaled = blocks / (_from_e4m3(stored) / shared)[:, :, None]
-  return np.clip(scaled, -E2M1_MAX, E2M1_MAX).astype(E2M1).view(np.uint8) & np.uint8(15)
+  return np.take(_E2M1_CODES, _keys(scaled))
 
 
 def _block_error(
@@ -262,7 +287,40 @@ def _fp8_scale(amax: np.ndarray) -> np.ndarray:
 
 
 def _to_e4m3(values: np.ndarray) -> np.ndarray:
-  return np.clip(values, -E4M3_MAX, E4M3_MAX).astype(E4M3)
+  return np.take(_E4M3_CODES, _keys(values)).view(E4M3)
+
+
+def _keys(values: np.ndarray) -> np.ndarray:
+  """Returns what float32 values round to in 16 bits, where that isn't exact to the odd neighbour.
+
+  Rounding such a key once more, to a format of at least two mantissa bits fewer, gives what
+  rounding the value to nearest at once gives: a key that isn't exact is never halfway.
+  """
+  halves = np.ascontiguousarray(values).view(np.uint16).reshape(*values.shape, 2)
+  return halves[..., 1] | np.minimum(halves[..., 0], 1)
+
+
+def _amax(weight: np.ndarray, axis: int | None, *, keep_bits: bool = False) -> np.ndarray:
+  """Returns the largest magnitude of bfloat16 values along an axis, in float32.
+
+  By bits, which order magnitudes as their values do. `keep_bits` returns bfloat16.
+  """
+  bits = weight.view(np.uint16) & np.uint16(0x7FFF)
+  if axis is not None and bits.shape[axis] == formats.GROUP and axis == bits.ndim - 1:
+    while bits.shape[-1] > 1:  # numpy reduces short rows slowly
+      half = bits.shape[-1] // 2
+      bits = np.maximum(bits[..., :half], bits[..., half:])
+    largest = bits[..., 0].view(BF16)
+  else:
+    largest = np.asarray(bits.max(axis=axis)).view(BF16)
+  return largest if keep_bits else largest.astype(np.float32)
+
+
+def _strips(weight: np.ndarray) -> Iterator[slice]:
+  """Yields slices of rows whose values and what is made of them fit a core's cache."""
+  step = max(1, _STRIP_ELEMENTS // weight.shape[1])
+  for begin in range(0, weight.shape[0], step):
+    yield slice(begin, begin + step)
 
 
 def _from_e4m3(values: np.ndarray) -> np.ndarray:

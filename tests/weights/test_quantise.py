@@ -225,6 +225,29 @@ def test_compressed_tensors_decodes_to_the_same_bits(name, rule):
       assert torch.equal(packed[suffix].view(torch.uint8), state[suffix].view(torch.uint8))
 
 
+@pytest.mark.parametrize(
+  ('dtype', 'most', 'encode'),
+  [
+    (quantise.E4M3, 448.0, lambda x: quantise._to_e4m3(x).view(np.uint8)),
+    (quantise.E2M1, 6.0, lambda x: np.take(quantise._E2M1_CODES, quantise._keys(x))),
+  ],
+)
+def test_rounding_by_table_is_rounding_to_nearest(dtype, most, encode):
+  """ml_dtypes casts float32 at once; ours goes through 16 bits."""
+  every = np.arange(256, dtype=np.uint8).view(quantise.E4M3).astype(np.float32)
+  if dtype == quantise.E2M1:
+    every = np.arange(16, dtype=np.uint8).view(dtype).astype(np.float32)
+  values = np.unique(every[np.isfinite(every)])
+  halfway = (values[1:] + values[:-1]) / 2
+  near = [np.nextafter(halfway, np.float32(side)) for side in (-np.inf, np.inf)]
+  bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
+  random = bits.view(np.float32)
+  x = np.concatenate([values, halfway, *near, random[np.isfinite(random)]])
+  x = np.concatenate([x, np.float32([0.0, -0.0, 1e-45, 3e38])])
+  theirs = np.clip(x, -most, most).astype(dtype).view(np.uint8)
+  np.testing.assert_array_equal(encode(x), theirs & (15 if dtype == quantise.E2M1 else 255))
+
+
 @pytest.mark.reference
 def test_transformers_decodes_fp8_block_to_the_same_bits():
   torch = pytest.importorskip('torch')

@@ -77,6 +77,29 @@ def test_unknown_names_are_key_errors(single):
       method('nothing')
 
 
+def test_parts_are_read_alone(tmp_path):
+  stack = RNG.standard_normal((3, 6, 4)).astype(BF16)
+  shards.write_tensors(tmp_path, [('stack', stack), ('vector', stack[0, 0])])
+  reader = tensors.TensorReader(tmp_path)
+  for index in ((), (2,), (1, 5)):
+    assert reader.read('stack', index).tobytes() == stack[index].tobytes()
+  got = reader.read('stack', (1,), slice(2, 5))
+  assert got.shape == (3, 4) and got.tobytes() == stack[1, 2:5].tobytes()
+  assert reader.read('vector', (), slice(1, 99)).tobytes() == stack[0, 0, 1:].tobytes()
+  for index in ((3,), (-1,), (0, 0, 0, 0)):
+    with pytest.raises(IndexError, match='tensor stack of shape'):
+      reader.read('stack', index)
+
+
+@pytest.mark.parametrize('dtype', [BF16, E4M3, np.float32, np.float64])
+def test_contiguous_copies_of_transposed_matrices(dtype):
+  x = RNG.standard_normal((70, 130)).astype(dtype)
+  for view in (x, x.T, x[::2].T, x.reshape(70, 10, 13), x[0]):
+    got = tensors.contiguous(view)
+    assert got.flags.c_contiguous and got.dtype == dtype and got.shape == view.shape
+    assert got.tobytes() == view.tobytes()
+
+
 # Mistakes: one ValueError each, naming the file.
 
 
