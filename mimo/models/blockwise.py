@@ -270,7 +270,7 @@ def _backward(
     dq, dk, dv = jax.lax.fori_loop(first, end, pull_block, (zero, *sums))
     return (dk, dv), dq.astype(q.dtype)
 
-  sums = (vary(jnp.zeros(keys.k.shape, jnp.float32), q, k),) * 2
+  sums: tuple[jax.Array, ...] = (vary(jnp.zeros(keys.k.shape, jnp.float32), q, k),) * 2
   xs = (queries, normaliser, cut.split_queries(dout, kv_heads), inner, *_ranges(queries, keys))
   (dk, dv), dq = jax.lax.scan(run, sums, xs)
   dk, dv = cut.join_keys(dk).astype(k.dtype), cut.join_keys(dv).astype(v.dtype)

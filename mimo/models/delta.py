@@ -172,89 +172,87 @@ def scan_chunks(
   state = state.reshape(batch, kv_heads, group, *state.shape[2:]).transpose(0, 1, 3, 2, 4)
 
   chunk = min(chunk, 1 << (length - 1).bit_length())
-  outer = -(-length // (chunk * _GROUP))
-  inner = -(-length // (chunk * outer))
-  split = functools.partial(_split, outer=outer, inner=inner, chunk=chunk)
+  number = -(-length // chunk)
+  outer = -(-number // _GROUP)
+  inner = -(-number // outer)
+  size = inner * chunk
+
+  def split(x: jax.Array) -> jax.Array:
+    """[B, T, ...] -> [outer, B, size, ...], padded with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, outer * size - length)) + ((0, 0),) * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(batch, outer, size, *x.shape[2:]), 1, 0)
+
+  log_decay, beta = (jnp.where(runs.present[..., None], x, 0) for x in (log_decay, beta))
+  xs = tuple(split(x) for x in (q, k, v, log_decay, beta, runs.resets))
   precision = _HIGHEST if q.dtype == jnp.float32 else None
-  scalars = (jnp.where(runs.present[..., None], x, 0) for x in (log_decay, beta))
-  xs = (
-    split(q).transpose(0, 1, 2, 4, 3, 5),
-    split(k).transpose(0, 1, 2, 4, 3, 5),
-    split(v.reshape(batch, length, kv_heads, group, value_dim)).transpose(0, 1, 2, 4, 5, 3, 6),
-    *(
-      split(x.reshape(batch, length, kv_heads, group)).transpose(0, 1, 2, 4, 5, 3) for x in scalars
-    ),
-    split(runs.resets),
-  )
-  run = jax.checkpoint(functools.partial(_run_group, precision), prevent_cse=False)
+  run = jax.checkpoint(functools.partial(_run_group, chunk, precision), prevent_cse=False)
   if outer == 1:
     state, out = run(state, jax.tree.map(lambda x: x[0], xs))
-    out = out[None]
   else:
     state, out = jax.lax.scan(run, state, xs)
-  # [outer, inner, B, Hk, C, G, Dv] -> [B, T, Hv, Dv]
-  out = out.transpose(2, 0, 1, 4, 3, 5, 6).reshape(batch, -1, heads, value_dim)[:, :length]
-  out = jnp.where(runs.present[..., None, None], out, 0).astype(v.dtype)
+    out = jnp.moveaxis(out, 0, 1)
+  out = out.reshape(batch, outer * size, heads, value_dim)[:, :length]
+  out = jnp.where(runs.present[..., None, None], out, 0)
   state = state.transpose(0, 1, 3, 2, 4)
   return out, state.reshape(initial_state.shape)
 
 
-def _split(x: jax.Array, *, outer: int, inner: int, chunk: int) -> jax.Array:
-  """[B, T, ...] -> [outer, inner, B, chunk, ...], padded with zeros."""
-  shape = (x.shape[0], outer, inner, chunk, *x.shape[2:])
-  padding = outer * inner * chunk - x.shape[1]
-  x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2)).reshape(shape)
-  return x.transpose(1, 2, 0, 3, *range(4, x.ndim))
-
-
 def _run_group(
-  precision: jax.lax.Precision | None, state: jax.Array, xs: tuple[jax.Array, ...]
+  chunk: int, precision: jax.lax.Precision | None, state: jax.Array, xs: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, jax.Array]:
   """Runs some chunks: what needs no state for all of them at once, the rest one by one.
 
   Args:
+    chunk: tokens of a chunk, C.
     precision: of the matmuls of keys, queries, values and states.
     state: [B, Hk, Dk, G, Dv] float32.
-    xs: q, k [N, B, Hk, C, Dk], v [N, B, Hk, G, C, Dv], log_decay, beta [N, B, Hk, G, C] and resets
-      [N, B, C].
+    xs: q, k, v, log_decay, beta and resets of N C tokens, each [B, N C, ...].
 
   Returns:
-    (the state after the chunks, out [N, B, Hk, C, G, Dv] float32).
+    (the state after the chunks, out [B, N C, Hv, Dv], the dtype of v).
   """
+  batch, kv_heads, _, group, value_dim = state.shape
+  dtype = xs[2].dtype
   q, k, v, log_decay, beta = (x.astype(jnp.float32) for x in xs[:5])
-  run = jnp.cumsum(xs[5].astype(jnp.int32), axis=-1)[:, :, None, None]  # [N, B, 1, 1, C]
-  dot = functools.partial(jnp.einsum, precision=precision)
-  index = np.arange(q.shape[-2])
+  # [N, B, Hk, C, Dk], and [N, B, Hk, G, C, ...] of what each value head has.
+  q, k = (x.reshape(batch, -1, chunk, *x.shape[2:]).transpose(1, 0, 3, 2, 4) for x in (q, k))
+  v = v.reshape(batch, -1, chunk, kv_heads, group, value_dim).transpose(1, 0, 3, 4, 2, 5)
+  log_decay, beta = (
+    x.reshape(batch, -1, chunk, kv_heads, group).transpose(1, 0, 3, 4, 2) for x in (log_decay, beta)
+  )
+  resets = jnp.moveaxis(xs[5].reshape(batch, -1, chunk), 1, 0)
+  run = jnp.cumsum(resets.astype(jnp.int32), axis=-1)[:, :, None, None]
+  dot = functools.partial(jnp.matmul, precision=precision)
+  index = np.arange(chunk)
   causal, before = index <= index[:, None], index < index[:, None]
 
   same = run[..., :, None] == run[..., None, :]
   pairs, to_start, to_end = _decay_sums(log_decay)
   pairs = jnp.exp(jnp.where(same & causal, pairs, -jnp.inf))
-  to_start = jnp.where(run == 0, jnp.exp(to_start), 0)
-  to_end = jnp.where(run == run[..., -1:], jnp.exp(to_end), 0)
-  across = to_start[..., -1]
+  to_start = jnp.where(run == 0, jnp.exp(to_start), 0)[..., None]
+  to_end = jnp.where(run == run[..., -1:], jnp.exp(to_end), 0)[..., None]
 
-  keys = dot('nbhid,nbhjd->nbhij', k, k)[:, :, :, None]
-  inverse = unit_lower_inverse(jnp.where(before, beta[..., None] * pairs * keys, 0))
-  inverse = inverse * beta[..., None, :]
-  weights = dot('nbhid,nbhjd->nbhij', q, k)[:, :, :, None] * pairs
   both = jnp.concatenate([q, k], axis=-2)
+  products = dot(both, jnp.swapaxes(k, -1, -2))[:, :, :, None]
+  weights, keys = pairs * products[..., :chunk, :], pairs * products[..., chunk:, :]
+  inverse = unit_lower_inverse(jnp.where(before, beta[..., None] * keys, 0))
+  inverse = inverse * beta[..., None, :]
+  solve = jnp.concatenate([dot(weights, inverse), inverse], axis=-2)
 
   def advance(state: jax.Array, xs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-    both, v, inverse, weights, to_start, to_end, across = xs
-    read = dot('bhcd,bhdge->bhcge', both, state)
-    read = (
-      read.reshape(*read.shape[:2], 2, -1, *read.shape[3:])
-      * to_start.transpose(0, 1, 3, 2)[:, :, None, ..., None]
-    )
-    added = dot('bhgij,bhgje->bhgie', inverse, v - read[:, :, 1].transpose(0, 1, 3, 2, 4))
-    out = read[:, :, 0] + dot('bhgij,bhgje->bhige', weights, added)
-    keys = both[:, :, both.shape[2] // 2 :]
-    state = state * across[:, :, None, :, None]
-    state = state + dot('bhcd,bhgce->bhdge', keys, to_end[..., None] * added)
-    return state, out
+    both, v, solve, to_start, to_end = xs
+    read = dot(both, state.reshape(*state.shape[:3], -1))  # all value heads of a key head at once
+    read = read.reshape(*read.shape[:3], group, value_dim).transpose(0, 1, 3, 2, 4)
+    added = dot(solve, v - to_start * read[:, :, :, chunk:])
+    out = to_start * read[:, :, :, :chunk] + added[:, :, :, :chunk]
+    added = (to_end * added[:, :, :, chunk:]).transpose(0, 1, 3, 2, 4)
+    added = dot(jnp.swapaxes(both[:, :, chunk:], -1, -2), added.reshape(*added.shape[:3], -1))
+    state = state * to_start[:, :, None, :, -1] + added.reshape(state.shape)
+    return state, out.astype(dtype)
 
-  return jax.lax.scan(advance, state, (both, v, inverse, weights, to_start, to_end, across))
+  state, out = jax.lax.scan(advance, state, (both, v, solve, to_start, to_end))
+  out = out.transpose(1, 0, 4, 2, 3, 5)
+  return state, out.reshape(batch, -1, kv_heads * group, value_dim)
 
 
 def _decay_sums(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
