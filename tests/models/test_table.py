@@ -9,6 +9,7 @@ import pytest
 from mimo.models import decoder
 from mimo.models.table import (
   from_named_tensors,
+  fuse_key,
   hf_params,
   leaf,
   named_tensors,
@@ -165,3 +166,105 @@ def test_layers_are_named_in_order(config):
   assert [name for name, _, _ in hf_params(config)] == list(SHAPES)
   indices = [index for _, _, index in hf_params(config)]
   assert indices == [()] + [(0,)] * 11 + [(1,)] * 11 + [()] * 2
+
+
+EXPERT = {'gate_proj.weight': (16, 32), 'up_proj.weight': (16, 32), 'down_proj.weight': (32, 16)}
+SHARED = {'gate_proj.weight': (32, 32), 'up_proj.weight': (32, 32), 'down_proj.weight': (32, 32)}
+MOE = {
+  'post_attention_layernorm.weight': (32,),
+  'mlp.gate.weight': (6, 32),
+  **{f'mlp.experts.{e}.{name}': shape for e in range(6) for name, shape in EXPERT.items()},
+  **{f'mlp.shared_expert.{name}': shape for name, shape in SHARED.items()},
+  'mlp.shared_expert_gate.weight': (1, 32),
+}
+DELTA_LAYER = {
+  'input_layernorm.weight': (32,),
+  'linear_attn.in_proj_qkv.weight': (80, 32),  # 2 x 2 heads of 8, and 4 of 12
+  'linear_attn.in_proj_z.weight': (48, 32),
+  'linear_attn.in_proj_b.weight': (4, 32),
+  'linear_attn.in_proj_a.weight': (4, 32),
+  'linear_attn.conv1d.weight': (80, 1, 4),
+  'linear_attn.dt_bias': (4,),
+  'linear_attn.A_log': (4,),
+  'linear_attn.norm.weight': (12,),
+  'linear_attn.out_proj.weight': (32, 48),
+  **MOE,
+}
+GATED_LAYER = {
+  'input_layernorm.weight': (32,),
+  'self_attn.q_proj.weight': (128, 32),  # queries and gates
+  'self_attn.k_proj.weight': (32, 32),
+  'self_attn.v_proj.weight': (32, 32),
+  'self_attn.o_proj.weight': (32, 64),
+  'self_attn.q_norm.weight': (16,),
+  'self_attn.k_norm.weight': (16,),
+  **MOE,
+}
+HYBRID_SHAPES = {
+  'model.embed_tokens.weight': (48, 32),
+  **{
+    f'model.layers.{i}.{name}': shape
+    for i, layer in enumerate((DELTA_LAYER, GATED_LAYER) * 2)
+    for name, shape in layer.items()
+  },
+  'model.norm.weight': (32,),
+  'lm_head.weight': (48, 32),
+}
+
+
+def test_hybrid_names_shapes_and_order(hybrid, hybrid_params):
+  tensors = dict(named_tensors(hybrid, hybrid_params))
+  assert {name: x.shape for name, x in tensors.items()} == HYBRID_SHAPES
+  assert list(tensors) == list(HYBRID_SHAPES)
+  # Layers 1 and 3 attend; expert 4 of the second of them.
+  stack = hybrid_params['layers']['1']['moe']['experts']['up_proj']['kernel']
+  assert stack.shape == (2, 6, 32, 16)
+  np.testing.assert_array_equal(
+    tensors['model.layers.3.mlp.experts.4.up_proj.weight'], stack[1, 4].T
+  )
+
+
+def test_hybrid_holds_every_parameter_once(hybrid, hybrid_params):
+  rows = table(hybrid)
+  assert len({row.path for row in rows}) == len(rows) == len(jax.tree.leaves(hybrid_params))
+  for row in rows:
+    assert leaf(hybrid_params, row.path).shape == row.leaf_shape
+    assert len(row.leaf_axes) == len(row.leaf_shape)
+    names = dict(row.hf_names())
+    assert len(names) == max(1, int(np.prod(row.lead_shape)))
+  assert {name for row in rows for name, _ in row.hf_names()} == set(HYBRID_SHAPES)
+
+
+def test_hybrid_round_trip(hybrid, hybrid_params):
+  tensors = dict(named_tensors(hybrid, hybrid_params))
+  back = from_named_tensors(hybrid, tensors.__getitem__)
+  jax.tree.map(np.testing.assert_array_equal, back, hybrid_params)
+
+
+def test_what_is_fused_in_a_hybrid(hybrid):
+  groups, alone = {}, set()
+  for name, row, index in hf_params(hybrid):
+    if row.quantisable:
+      key = fuse_key(row, index)
+      if key is None:
+        alone.add(name.split('.', 3)[3])
+      else:
+        groups.setdefault(key, []).append(name.removesuffix('.weight'))
+  fused = {frozenset(group) for group in groups.values()}
+  at = 'model.layers'
+  assert frozenset(f'{at}.2.linear_attn.in_proj_{n}' for n in ('qkv', 'z')) in fused
+  assert frozenset(f'{at}.3.self_attn.{n}_proj' for n in 'qkv') in fused
+  assert frozenset(f'{at}.3.mlp.experts.5.{n}_proj' for n in ('gate', 'up')) in fused
+  assert frozenset(f'{at}.3.mlp.shared_expert.{n}_proj' for n in ('gate', 'up')) in fused
+  assert len(fused) == 2 + 2 + 4 * 6 + 4  # delta nets, attention, experts, shared experts
+  assert alone == {
+    'linear_attn.out_proj.weight',
+    'self_attn.o_proj.weight',
+    'mlp.shared_expert.down_proj.weight',
+    *(f'mlp.experts.{e}.down_proj.weight' for e in range(6)),
+  }
+
+
+def test_what_stays_plain_in_a_hybrid(hybrid):
+  plain = {row.hf_name.split('.')[-2] for row in table(hybrid) if not row.quantisable}
+  assert {'gate', 'shared_expert_gate', 'in_proj_a', 'in_proj_b', 'conv1d', 'norm'} <= plain
