@@ -64,7 +64,34 @@ _DENSE: dict[str, Any] = {
   'tie_word_embeddings': True,
   'max_position_embeddings': 256,
 }
-MODELS: dict[str, dict[str, Any]] = {'dense': _DENSE}
+_MOE = {key: value for key, value in _DENSE.items() if key != 'intermediate_size'} | {
+  'model_type': 'qwen3_moe',
+  'architectures': ['Qwen3MoeForCausalLM'],
+  'num_experts': 8,
+  'num_experts_per_tok': 3,
+  'moe_intermediate_size': 16,
+  'norm_topk_prob': True,
+  'tie_word_embeddings': False,
+}
+# Three gated delta nets to one gated attention, as Qwen3.5 and Qwen3.6 have it.
+_HYBRID = _MOE | {
+  'model_type': 'qwen3_5_moe_text',
+  'architectures': ['Qwen3_5MoeForCausalLM'],
+  'num_hidden_layers': 4,
+  'layer_types': ['linear_attention'] * 3 + ['full_attention'],
+  'linear_num_key_heads': 2,
+  'linear_num_value_heads': 4,
+  'linear_key_head_dim': 8,
+  'linear_value_head_dim': 8,
+  'linear_conv_kernel_dim': 4,
+  'shared_expert_intermediate_size': 16,
+  'rope_parameters': {
+    'rope_type': 'default',
+    'rope_theta': 10000.0,
+    'partial_rotary_factor': 0.25,
+  },
+}
+MODELS: dict[str, dict[str, Any]] = {'dense': _DENSE, 'moe': _MOE, 'hybrid': _HYBRID}
 
 
 class Case(NamedTuple):

@@ -57,6 +57,8 @@ def base(arm: str) -> config_dict.ConfigDict:
         'warmup_updates': 2,
         'compute_dtype': 'float32',  # weights are rounded to bf16 all the same
         'remat': False,
+        'offload': '',  # 'moments', 'residuals' (what remat keeps) or both, with a comma: on the host
+        'freeze_router': False,  # of experts: no gradient and no decay
         'rows': 8,
         'row_tokens': 160,
         'row_trained_tokens': 80,

@@ -143,10 +143,8 @@ def make_sampling(
   )
 
 
-def make_trainer(
-  config: config_dict.ConfigDict, model: ModelConfig, arm: objectives.Arm, num_sources: int
-) -> Trainer:
-  """Returns the update, which compiles at its first use."""
+def make_trainer_config(config: config_dict.ConfigDict) -> TrainerConfig:
+  """Returns the settings of the update."""
   options = config.trainer
   copied = (
     'learning_rate',
@@ -157,15 +155,25 @@ def make_trainer(
     'head_chunk_tokens',
     'compute_dtype',
     'remat',
+    'freeze_router',
   )
+  return TrainerConfig(
+    temperature=config.sampling.temperature,
+    offload=tuple(filter(None, options.offload.split(','))),
+    **{name: options[name] for name in copied},
+  )
+
+
+def make_trainer(
+  config: config_dict.ConfigDict, model: ModelConfig, arm: objectives.Arm, num_sources: int
+) -> Trainer:
+  """Returns the update, which compiles at its first use."""
   return Trainer(
     model,
-    TrainerConfig(
-      temperature=config.sampling.temperature, **{name: options[name] for name in copied}
-    ),
+    make_trainer_config(config),
     correction=arm.correction,
     num_sources=num_sources,
-    mesh=make_mesh(**settings.mesh_sizes(options.mesh)),
+    mesh=make_mesh(**settings.mesh_sizes(config.trainer.mesh)),
   )
 
 

@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mimo.models import activations, blockwise, layers
+from mimo.models import activations, blockwise, layers, parallel_mixers
 from mimo.models.config import ModelConfig
 from mimo.models.parallel import Parallel
 
@@ -99,7 +99,8 @@ class Attention(nn.Module):
     q, k = layers.rotate(q, context.angles), layers.rotate(k, context.angles)
     if state is None:
       assert context.segment_ids is not None
-      return self._output(blockwise.attend(q, k, v, context.segment_ids), gate), None
+      y = parallel_mixers.attend(self.parallel, q, k, v, context.segment_ids)
+      return self._output(y, gate), None
     if self.kv_quant is not None:
       rounded = activations.fp8_static if self.kv_quant == 'fp8' else activations.bf16
       k, v = rounded(k), rounded(v)

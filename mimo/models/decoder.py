@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from mimo.models import activations, layers, moe
 from mimo.models.activations import ActivationQuant
@@ -26,6 +27,9 @@ from mimo.models.table import nest
 
 _EMBEDDING_STD = 0.02
 _KV_QUANT = (None, 'bf16', 'fp8')
+_BLOCK_INPUT = 'block_input'
+
+Remat = bool | Literal['host']
 
 # (x [B, T, D], the cache): what passes from layer to layer.
 _Carry = tuple[jax.Array, 'Cache | None']
@@ -75,6 +79,7 @@ class _Block(nn.Module):
 
   def __call__(self, carry: _Carry, xs: _PerLayer, context: Context) -> tuple[_Carry, None]:
     x, cache = carry
+    x = checkpoint_name(x, _BLOCK_INPUT)
     layer, routes = xs
     y, cache = self._mix(self.mixer_norm(x), context, cache, layer)
     x = constrain(self.parallel, x + y, 'rows', 'context', None)
@@ -108,7 +113,7 @@ class _Period(nn.Module):
   quant_kind: str | None
   kv_quant: str | None
   parallel: Parallel | None
-  remat: bool
+  remat: Remat
 
   @nn.compact
   def __call__(self, carry: _Carry, xs: _PerLayer, context: Context) -> tuple[_Carry, None]:
@@ -128,14 +133,22 @@ class _Period(nn.Module):
     return carry, None
 
 
-def _block(remat: bool) -> Any:
+def _block(remat: Remat) -> Any:
+  if remat == 'host':
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=[],
+      names_which_can_be_offloaded=[_BLOCK_INPUT],
+      offload_src='device',
+      offload_dst='pinned_host',
+    )
+    return nn.remat(_Block, prevent_cse=False, policy=policy)
   return nn.remat(_Block, prevent_cse=False) if remat else _Block
 
 
 class _Decoder(nn.Module):
   config: ModelConfig
   dtype: Any = jnp.float32
-  remat: bool = False
+  remat: Remat = False
   quant_kind: str | None = None
   kv_quant: str | None = None
   parallel: Parallel | None = None
@@ -218,7 +231,7 @@ def forward(
   positions: jax.Array,
   *,
   dtype: Any = jnp.float32,
-  remat: bool = False,
+  remat: Remat = False,
   activation_quant: ActivationQuant | None = None,
   parallel: Parallel | None = None,
   routes: jax.Array | None = None,
@@ -235,7 +248,8 @@ def forward(
     segment_ids: [B, T] int32, 0 for padding.
     positions: [B, T] int32, from 0 in each segment.
     dtype: of the computation; norms, scores and their softmax are float32.
-    remat: whether the backward pass recomputes each block.
+    remat: whether the backward pass recomputes each block from its input; 'host' keeps the inputs
+      there.
     activation_quant: how inputs of projections are rounded.
     parallel: the mesh that the arrays live on; static under jit. None is one device.
     routes: [B, T, L, k] int32, the experts that each layer is to send a token to, as a sampler

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from mimo.models import delta, layers
+from mimo.models import delta, layers, parallel_mixers
 from mimo.models.attention import Context
 from mimo.models.config import ModelConfig
 from mimo.models.parallel import Parallel
@@ -83,8 +83,10 @@ class GatedDeltaNet(nn.Module):
     kernel = self.conv()[:, 0]
     if state is None:
       assert context.segment_ids is not None
-      qkv, _ = delta.conv(qkv, kernel, context.segment_ids)
-      out, _ = delta.chunked(*self._heads(qkv), log_decay, beta, context.segment_ids)
+      ids = context.segment_ids
+      qkv = parallel_mixers.conv(self.parallel, qkv, kernel, ids)
+      heads = self._heads(qkv)
+      out = parallel_mixers.chunked(self.parallel, *heads, log_decay, beta, ids)
       cache = None
     else:
       cache, index = state

@@ -7,6 +7,7 @@ array has a row for each token and expert.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mimo.models import activations, layers
+from mimo.models import activations, layers, parallel_mixers
 from mimo.models.config import ModelConfig
 from mimo.models.grouped import grouped_matmul
 from mimo.models.parallel import Parallel
@@ -232,6 +233,7 @@ class _Experts(nn.Module):
   config: ModelConfig
   dtype: Any
   quant_kind: str | None
+  parallel: Parallel | None
 
   def setup(self) -> None:
     c = self.config.moe
@@ -245,14 +247,14 @@ class _Experts(nn.Module):
   def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
     stacks = (self.gate_proj, self.up_proj, self.down_proj)
     kernels, scales = zip(*(stack() for stack in stacks), strict=True)
-    tokens = (x.reshape(-1, x.shape[-1]), ids.reshape(-1, ids.shape[-1]))
     if self.is_mutable_collection(layers.INPUT_AMAX):
+      tokens = (x.reshape(-1, x.shape[-1]), ids.reshape(-1, ids.shape[-1]))
       wide, narrow = expert_amax(*tokens, *kernels[:2])
       for stack, amax in zip(stacks, (wide, wide, narrow), strict=True):
         stack.record(amax)
     quant = None if self.quant_kind is None else ExpertQuant(self.quant_kind, *scales)
-    y = experts(*tokens, weights.reshape(tokens[1].shape), *kernels, quant=quant)
-    return y.reshape(x.shape)
+    run = functools.partial(experts, quant=quant)
+    return parallel_mixers.experts(self.parallel, run, x, ids, weights, kernels)
 
 
 class MoE(nn.Module):
@@ -270,7 +272,7 @@ class MoE(nn.Module):
     self.router = layers.Projection(
       (d,), (c.num_experts,), jnp.float32, None, precision=jax.lax.Precision.HIGHEST
     )
-    self.experts = _Experts(self.config, self.dtype, self.quant_kind)
+    self.experts = _Experts(self.config, self.dtype, self.quant_kind, self.parallel)
     if c.shared_intermediate_size:
       self.shared_expert = layers.SwiGLU(d, c.shared_intermediate_size, self.dtype, self.quant_kind)
       self.shared_expert_gate = layers.Projection((d,), (1,), self.dtype, None)

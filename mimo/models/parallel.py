@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 MESH_AXES = ('data', 'fsdp', 'expert', 'context', 'tensor')
@@ -59,7 +59,7 @@ ACTIVATION_RULES: dict[str, tuple[str, ...]] = {
 class Parallel:
   """A mesh of `MESH_AXES`. Hashable: a static argument of a jitted function."""
 
-  mesh: Mesh
+  mesh: Mesh | AbstractMesh
 
   def __post_init__(self) -> None:
     if self.mesh.axis_names != MESH_AXES:
@@ -152,7 +152,7 @@ def lookup(parallel: Parallel | None, embedding: jax.Array, tokens: jax.Array) -
 
 
 def _spec(
-  mesh: Mesh,
+  mesh: Mesh | AbstractMesh,
   rules: dict[str, tuple[str, ...]],
   shape: Sequence[int],
   axes: Sequence[str | None],

@@ -22,7 +22,7 @@ from mimo.models.parallel import Parallel, gather_param, mesh_axes, only, spec_a
 
 _CONTEXT, _EXPERT, _TENSOR = 'context', 'expert', 'tensor'
 
-# Tokens that a device sends to its experts at a time.
+# Tokens that a device runs experts on at a time.
 EXPERT_TOKENS = 65_536
 
 _Experts = Callable[..., jax.Array]
@@ -125,7 +125,7 @@ def experts(
     ids: [B, T, k] int32.
     weights: [B, T, k] float32.
     kernels: gate and up [E, D, F], down [E, F, D], the dtype of `x`.
-    chunk: the most tokens of a device that are sent to experts at a time, before gathering.
+    chunk: the most tokens that a device runs its experts on at a time, the gathered ones counted.
 
   Returns:
     [B, T, D], the dtype of `x`.
@@ -162,7 +162,8 @@ def experts(
       for kernel, spec in zip(kernels, stored, strict=True)
     )
     part = tuple(a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
-    return _in_chunks(lambda part: some(part, whole), part, chunk).reshape(x.shape)
+    own = max(1, chunk // parallel.size(_EXPERT)) if exchanged else chunk
+    return _in_chunks(lambda part: some(part, whole), part, own).reshape(x.shape)
 
   specs = (placed, placed, placed, *stored)
   return _shard_map(parallel, run, specs, placed)(x, ids, weights, *kernels)

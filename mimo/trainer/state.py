@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import optax
 
 from mimo.models.config import ModelConfig
-from mimo.models.table import nest, table
+from mimo.models.table import ROUTER, leaf, nest, table
 
 COMPUTE_DTYPES = ('float32', 'bfloat16')
+OFFLOADS = ('residuals', 'moments')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class TrainerConfig:
     head_chunk_tokens: how many tokens' logits the head holds at a time.
     compute_dtype: of the forward and backward passes. Weights are rounded to bf16 either way.
     remat: whether the backward pass computes each layer again instead of keeping it.
+    offload: what is kept in the host's memory: 'residuals', the inputs of layers, which remat
+      keeps; 'moments', between updates.
+    freeze_router: whether the routers of experts stay as they are: no gradient and no decay.
   """
 
   learning_rate: float
@@ -50,6 +54,8 @@ class TrainerConfig:
   head_chunk_tokens: int = 512
   compute_dtype: str = 'float32'
   remat: bool = False
+  offload: tuple[str, ...] = ()
+  freeze_router: bool = False
 
   def __post_init__(self) -> None:
     for name in ('learning_rate', 'eps', 'temperature'):
@@ -64,6 +70,11 @@ class TrainerConfig:
       value = getattr(self, name)
       if not 0 <= value < 1:
         raise ValueError(f'{name} is {value}; expected a number in [0, 1)')
+    for name in self.offload:
+      if name not in OFFLOADS:
+        raise ValueError(f'offload holds {name!r}; expected some of {", ".join(OFFLOADS)}')
+    if 'residuals' in self.offload and not self.remat:
+      raise ValueError('offload holds residuals and remat is False; expected True')
     if self.head_chunk_tokens < 1:
       raise ValueError(f'head_chunk_tokens is {self.head_chunk_tokens}; expected at least 1')
     if self.compute_dtype not in COMPUTE_DTYPES:
@@ -98,11 +109,27 @@ def optimizer(model: ModelConfig, config: TrainerConfig) -> optax.GradientTransf
 
   Clipping and the learning rate are the update's, which reports them.
   """
-  matrices = nest({row.path: len(row.shape) > 1 for row in table(model)})
+  frozen = frozen_paths(model, config)
+  matrices = nest({row.path: len(row.shape) > 1 and row.path not in frozen for row in table(model)})
   return optax.chain(
     optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps, mu_dtype=jnp.float32),
     optax.add_decayed_weights(config.weight_decay, mask=matrices),
   )
+
+
+def frozen_paths(model: ModelConfig, config: TrainerConfig) -> frozenset[tuple[str, ...]]:
+  """Returns the paths of the parameters that no update changes."""
+  rows = table(model) if config.freeze_router else ()
+  return frozenset(row.path for row in rows if row.path[-2:] == ROUTER)
+
+
+def hold_frozen(model: ModelConfig, config: TrainerConfig, params: Any) -> Any:
+  """Returns `params`, whose frozen ones have a gradient of zero."""
+  frozen = frozen_paths(model, config)
+  if not frozen:
+    return params
+  leaves = {row.path: leaf(params, row.path) for row in table(model)}
+  return nest({p: jax.lax.stop_gradient(x) if p in frozen else x for p, x in leaves.items()})
 
 
 def new_state(model: ModelConfig, config: TrainerConfig, params: Any) -> TrainState:

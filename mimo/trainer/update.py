@@ -14,6 +14,7 @@ device: metrics are device scalars, which a loop fetches once.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -33,7 +34,14 @@ from mimo.trainer import sharding
 from mimo.trainer.head import trained_logps
 from mimo.trainer.packing import Batch, Bucket, MicroBatch, empty_micro_batch
 from mimo.trainer.rounding import policy_params
-from mimo.trainer.state import TrainerConfig, TrainState, learning_rate, new_state, optimizer
+from mimo.trainer.state import (
+  TrainerConfig,
+  TrainState,
+  hold_frozen,
+  learning_rate,
+  new_state,
+  optimizer,
+)
 
 # The head's matmul and the logits, whatever the layers compute in. A sampler must state the same.
 LOGITS_DTYPE = 'float32'
@@ -86,7 +94,7 @@ def token_logps(spec: Spec, params: Any, micro: MicroBatch) -> tuple[jax.Array, 
     micro.segment_ids,
     micro.positions,
     dtype=jnp.dtype(spec.config.compute_dtype),
-    remat=spec.config.remat,
+    remat='host' if 'residuals' in spec.config.offload else spec.config.remat,
     parallel=parallel,
   )
   hidden = constrain(parallel, hidden, 'rows', 'context', None)
@@ -131,6 +139,7 @@ def micro_step(
   chex.assert_rank(denominator, 0)
 
   def loss_of(policy: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+    policy = hold_frozen(spec.model, spec.config, policy)
     return objective(spec, micro, *token_logps(spec, policy, micro), denominator)
 
   (loss, aux), grads = jax.value_and_grad(loss_of, has_aux=True)(policy_params(params))
@@ -227,18 +236,12 @@ class Trainer:
     everywhere: Any = sharding.replicated(mesh)
     params = sharding.param_shardings(model, mesh)
     totals = Total(params, everywhere, everywhere)
-    self.state_shardings = TrainState(
-      params=params,
-      opt_state=optax.tree.map_params(
-        optimizer(model, config),
-        lambda _, leaf: leaf,
-        self._abstract_state().opt_state,
-        params,
-        transform_non_params=lambda _: everywhere,
-      ),
-      update=everywhere,
-      skipped=everywhere,
-    )
+    near = TrainState(params, self._like_params(params, everywhere), everywhere, everywhere)
+    self.state_shardings, step = near, functools.partial(apply, self.spec)
+    if 'moments' in config.offload:
+      far = jax.tree.map(lambda leaf: leaf.with_memory_kind('pinned_host'), params)
+      self.state_shardings = near._replace(opt_state=self._like_params(far, everywhere))
+      step = functools.partial(_fetch_and_apply, step, near)
     self._new_state = jax.jit(
       functools.partial(new_state, model, config), out_shardings=self.state_shardings
     )
@@ -253,7 +256,7 @@ class Trainer:
       donate_argnums=1,
     )
     self.apply = jax.jit(
-      functools.partial(apply, self.spec),
+      step,
       in_shardings=(self.state_shardings, totals, everywhere),
       out_shardings=(self.state_shardings, everywhere),
       donate_argnums=0,
@@ -287,12 +290,29 @@ class Trainer:
     host = {'packed_tokens': float(batch.tokens), 'padding_share': batch.padding_share}
     return state, metrics | host
 
+  def _like_params(self, params: Any, other: Any) -> Any:
+    """The optimiser's state with `params` for each of its trees of moments, else `other`."""
+    return optax.tree.map_params(
+      optimizer(self.spec.model, self.spec.config),
+      lambda _, leaf: leaf,
+      self._abstract_state().opt_state,
+      params,
+      transform_non_params=lambda _: other,
+    )
+
   def _abstract_state(self) -> TrainState:
     model = self.spec.model
     params = nest(
       {row.path: jax.ShapeDtypeStruct(row.leaf_shape, jnp.float32) for row in table(model)}
     )
     return jax.eval_shape(functools.partial(new_state, model, self.spec.config), params)
+
+
+def _fetch_and_apply(
+  step: Callable[..., Any], near: TrainState, state: TrainState, *rest: Any
+) -> tuple[TrainState, dict[str, Any]]:
+  """`apply` of a state whose moments are kept on the host."""
+  return step(jax.device_put(state, near), *rest)
 
 
 def _check(micro: MicroBatch) -> None:

@@ -58,7 +58,7 @@ def _naive_experts(x, ids, weights, gate, up, down):
 @pytest.mark.parametrize(
   ('sizes', 'rows', 'chunk'),
   [
-    ({'expert': 4, 'context': 2}, B, 4),  # tokens move between devices, in chunks
+    ({'expert': 4, 'context': 2}, B, 16),  # tokens move between devices, in chunks
     ({'expert': 2, 'context': 2, 'tensor': 2}, 3, 99),  # rows do not divide: only results move
     ({'data': 2, 'fsdp': 2, 'tensor': 2}, B, 99),  # experts are whole everywhere
   ],

@@ -23,6 +23,8 @@ from mimo.trainer import state
     ({'b1': 1.0}, r'b1 is 1.0; expected a number in [0, 1)'),
     ({'b2': -0.1}, 'b2 is -0.1'),
     ({'head_chunk_tokens': 0}, 'head_chunk_tokens is 0; expected at least 1'),
+    ({'offload': ('moment',)}, "offload holds 'moment'; expected some of residuals, moments"),
+    ({'offload': ('residuals',)}, 'offload holds residuals and remat is False; expected True'),
     ({'compute_dtype': 'float16'}, "compute_dtype is 'float16'; expected one of float32, bfloat16"),
   ],
 )

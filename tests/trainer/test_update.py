@@ -359,6 +359,22 @@ def test_bf16_compute_is_near_and_sums_in_float32(trainer, params, trajectories,
   np.testing.assert_allclose(logps[0, : len(chosen), 0], expected, atol=0.3)
 
 
+def test_what_is_kept_on_the_host_changes_no_number(model, params, trajectories, compiled):
+  config = dataclasses.replace(CONFIG, remat=True, offload=('residuals', 'moments'))
+  offloaded = update.Trainer(
+    model, config, correction=CORRECTION, num_sources=2, mesh=sharding.make_mesh()
+  )
+  batch = pack(trajectories[:4], [bucket(4)], ADV[:4])
+  states = []
+  for trainer in (compiled[0], offloaded):
+    state, _ = trainer.update(trainer.init_state(params), batch)
+    states.append(state)
+  kinds = {x.sharding.memory_kind for x in jax.tree.leaves(states[1].opt_state) if x.ndim}
+  assert kinds == {'pinned_host'}
+  assert {x.sharding.memory_kind for x in jax.tree.leaves(states[1].params)} == {'device'}
+  assert_close(jax.device_get(states[1]), jax.device_get(states[0]))
+
+
 def test_shapes_that_do_not_fit_are_refused(trainer, params, trajectories):
   (micro,) = pack(trajectories[:4], [bucket(4)], ADV[:4]).micro
   short = micro._replace(adv=micro.adv[:, 1:])
