@@ -1,0 +1,235 @@
+r"""Says what an update takes of each device's memory, before there is a device.
+
+    python -m mimo.experiments.plan --config=configs/qwen3_6_35b_a3b/mixed.py \
+        [--model=CONFIG.JSON] [--variants=keep,remat,...] [--compile=remat,...] [--limit_gib=180]
+
+Prints an analytic table, counted from shapes, for each variant of what the backward pass needs:
+
+    keep               every block keeps what its backward pass reads
+    remat              keeps the inputs of blocks, and computes the rest again
+    remat_offload      the same, with those inputs on the host, and the moments of AdamW
+
+and what the compiled update says, for the variants that --compile names ('' for none). No parameter
+is allocated: the update is compiled for shapes, on as many simulated CPU devices as the mesh has.
+That backend computes bf16 in float32, has none of the fused kernels of a GPU, and counts what is
+offloaded to the host as its own memory, so its temporary memory is an upper bound in most places.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import flags
+from ml_collections import config_dict
+
+from mimo.experiments import cli, factories, settings
+from mimo.models.config import ModelConfig
+from mimo.trainer import memory, sharding
+from mimo.trainer.packing import empty_micro_batch
+from mimo.trainer.update import Trainer
+
+VARIANTS: Mapping[str, dict[str, Any]] = {
+  'keep': {'remat': False, 'offload': ()},
+  'remat': {'remat': True, 'offload': ()},
+  'remat_offload': {'remat': True, 'offload': ('residuals', 'moments')},
+}
+_GIB = 2**30
+_LARGEST = 6
+_ITEM_BYTES = {'pred': 1, 's8': 1, 'u8': 1, 'bf16': 2, 'f16': 2, 'f32': 4, 's32': 4, 'u32': 4}
+
+
+class Compiled(NamedTuple):
+  """What a compiled program takes of one device, in bytes.
+
+  Attributes:
+    arguments: what it is given.
+    results: what it returns beside what it updates in place.
+    temporary: what else it needs at its peak.
+    largest: (bytes, type and shape, what makes it) of the largest arrays it names.
+  """
+
+  arguments: int
+  results: int
+  temporary: int
+  largest: tuple[tuple[int, str, str], ...]
+
+
+def read_model(config: config_dict.ConfigDict, config_file: str, stated: str) -> ModelConfig:
+  """Returns the model of the config.json stated, else the policy's, else that beside the config.
+
+  Raises ValueError where there is none.
+  """
+  places = [pathlib.Path(stated)]
+  if not stated:
+    places = [pathlib.Path(config_file.split(':')[0]).parent / 'config.json']
+    if config.policy:
+      places.insert(0, pathlib.Path(config.policy) / 'config.json')
+  for place in places:
+    if place.is_file():
+      return ModelConfig.from_hf(json.loads(place.read_text(encoding='utf-8')))
+  if not config.policy and not stated:
+    return factories.make_policy(config.policy, config.task).model
+  raise ValueError(f'no {" nor ".join(map(str, places))}; expected the config.json of a model')
+
+
+def make_trainer(
+  config: config_dict.ConfigDict, model: ModelConfig, changes: Mapping[str, Any]
+) -> Trainer:
+  """Returns the configuration's update with some settings of `TrainerConfig` changed."""
+  made = factories.make_trainer(config, model, factories.make_arm(config), len(config.pools))
+  return Trainer(
+    model,
+    dataclasses.replace(made.spec.config, **changes),
+    correction=made.spec.correction,
+    num_sources=made.spec.num_sources,
+    mesh=made.mesh,
+  )
+
+
+def compile_update(trainer: Trainer, micro: Any) -> Iterator[tuple[str, Compiled]]:
+  """Compiles the two programs of an update for shapes alone; yields (name, what it takes)."""
+  state = trainer.abstract_state()
+  everywhere = sharding.replicated(trainer.mesh)
+
+  def placed(x: Any, where: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+  shapes = jax.eval_shape(trainer.zero_total, state.params)
+  total = shapes._replace(
+    grads=jax.tree.map(lambda x, like: placed(x, like.sharding), shapes.grads, state.params),
+    loss=placed(shapes.loss, everywhere),
+    aux=jax.tree.map(lambda x: placed(x, everywhere), shapes.aux),
+  )
+  micro = jax.tree.map(placed, micro, sharding.micro_shardings(micro, trainer.mesh))
+  one = jax.ShapeDtypeStruct((), np.float32, sharding=everywhere)
+  yield 'micro_step', _measure(trainer.micro_step.lower(state.params, total, micro, one))
+  yield 'apply', _measure(trainer.apply.lower(state, total, one))
+
+
+def _measure(lowered: Any) -> Compiled:
+  compiled = lowered.compile()
+  stats = compiled.memory_analysis()
+  return Compiled(
+    stats.argument_size_in_bytes,
+    stats.output_size_in_bytes - stats.alias_size_in_bytes,
+    stats.temp_size_in_bytes,
+    largest_arrays(compiled.as_text(), _LARGEST),
+  )
+
+
+def largest_arrays(text: str, count: int) -> tuple[tuple[int, str, str], ...]:
+  """The largest arrays that a compiled program's text names: (bytes, shape, what makes them).
+
+  Each shape once. Arguments and what only renames an array are left out.
+  """
+  found: dict[str, tuple[int, str]] = {}
+  pattern = re.compile(r'= (\w+)\[([\d,]*)\]\S* ([\w-]+)\(.*?(?:op_name="([^"]*)")?[^"]*$', re.M)
+  for kind, dims, operation, name in pattern.findall(text):
+    if operation in ('parameter', 'get-tuple-element', 'bitcast', 'tuple', 'constant'):
+      continue
+    if kind in _ITEM_BYTES:
+      size = _ITEM_BYTES[kind] * math.prod(int(dim) for dim in dims.split(',') if dim)
+      what = '/'.join(part for part in name.split('/')[-3:] if part) or operation
+      found.setdefault(f'{kind}[{dims}]', (size, what))
+  ranked = sorted(((size, shape, what) for shape, (size, what) in found.items()), reverse=True)
+  return tuple(ranked[:count])
+
+
+def print_analytic(plans: Mapping[str, memory.Plan], limit_gib: float) -> None:
+  """Prints one Markdown table: GiB of a device, by variant."""
+  print(f'| GiB per device | {" | ".join(plans)} |')
+  print('|---|' + '---|' * len(plans))
+  names = dict.fromkeys(line.name for plan in plans.values() for line in (*plan.state, *plan.step))
+  for name in names:
+    cells = []
+    for plan in plans.values():
+      lines = [line for line in (*plan.state, *plan.step) if line.name == name]
+      device, host = sum(x.device for x in lines), sum(x.host for x in lines)
+      cells.append(f'{device / _GIB:.2f}' + (f' (host {host / _GIB:.2f})' if host else ''))
+    print(f'| {name} | {" | ".join(cells)} |')
+  totals = [f'**{plan.device / _GIB:.1f}**' for plan in plans.values()]
+  print(f'| at the peak | {" | ".join(totals)} |')
+  hosts = [f'{plan.host / _GIB:.1f}' for plan in plans.values()]
+  print(f'| on the host | {" | ".join(hosts)} |')
+  fits = ['yes' if plan.device <= limit_gib * _GIB else 'no' for plan in plans.values()]
+  print(f'| within {limit_gib:g} | {" | ".join(fits)} |')
+
+
+def print_compiled(name: str, trainer: Trainer, micro: Any) -> None:
+  """Compiles a variant and prints what its programs take."""
+  begin = time.perf_counter()
+  for program, got in compile_update(trainer, micro):
+    sizes = (got.arguments, got.results, got.temporary, got.arguments + got.results + got.temporary)
+    cells = ' | '.join(f'{size / _GIB:.2f}' for size in sizes)
+    print(f'| {name} | {program} | {cells} |', flush=True)
+    for size, shape, what in got.largest if program == 'micro_step' else ():
+      print(f'|  |  {shape} of {what} | | | {size / _GIB:.2f} | |')
+  print(f'|  | compiled in {time.perf_counter() - begin:.0f} s | | | | |')
+
+
+def _chosen(flag: str, text: str) -> list[str]:
+  return [settings.one_of(flag, name, VARIANTS) for name in filter(None, text.split(','))]
+
+
+def plan(config: config_dict.ConfigDict, model: ModelConfig, compiled: list[str]) -> None:
+  """Prints the plan of a configuration."""
+  sizes = settings.mesh_sizes(config.trainer.mesh)
+  options = factories.make_trainer_config(config)
+  (bucket,) = factories.make_buckets(config)
+  total, active = memory.parameter_count(model), memory.active_parameter_count(model)
+  print(
+    f'{model.family}: {total / 1e9:.2f} B parameters, {active / 1e9:.2f} B of them for a token; '
+    f'mesh {config.trainer.mesh or "of one device"}; micro-batches of {bucket.rows} rows of '
+    f'{bucket.tokens} tokens, {bucket.trained} of them trained; {options.compute_dtype}\n'
+  )
+  count = config.sampling.candidates
+  plans = {
+    name: memory.make_plan(
+      model,
+      dataclasses.replace(options, **changes),
+      bucket,
+      num_candidates=count,
+      parallel=memory.make_parallel(sizes),
+    )
+    for name, changes in VARIANTS.items()
+  }
+  print_analytic(plans, flags.FLAGS.limit_gib)
+  if not compiled:
+    return
+  print(f'\nCompiled for {jax.device_count()} simulated {jax.default_backend()} devices:\n')
+  print('| variant | program | arguments | results | temporary | in all |')
+  print('|---|---|---|---|---|---|')
+  for name in compiled:
+    trainer = make_trainer(config, model, VARIANTS[name])
+    print_compiled(name, trainer, empty_micro_batch(bucket, count))
+
+
+def main() -> None:
+  """Reads the flags."""
+  with cli.mistakes():
+    config = cli.config_value()
+    settings.check(config)
+    compiled = _chosen('--compile', flags.FLAGS.compile)
+    # Before anything asks for a device.
+    jax.config.update('jax_platforms', 'cpu')
+    devices = math.prod(settings.mesh_sizes(config.trainer.mesh).values())
+    jax.config.update('jax_num_cpu_devices', devices)
+    model = read_model(config, flags.FLAGS['config'].config_filename, flags.FLAGS.model)
+  plan(config, model, compiled)
+
+
+if __name__ == '__main__':
+  cli.define_config(None)
+  flags.DEFINE_string('model', '', "a model's config.json; else the policy's")
+  flags.DEFINE_string('compile', ','.join(VARIANTS), "variants to compile, '' for none")
+  flags.DEFINE_float('limit_gib', 180.0, 'memory of a device')
+  cli.run(main)
