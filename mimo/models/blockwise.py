@@ -7,12 +7,13 @@ Grouped queries throughout: query head h reads key head h // (H / Hkv), and scor
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from mimo.models import fused
 from mimo.models.varying import vary
 
 BLOCK = 256
@@ -53,8 +54,8 @@ def attend(
       q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), same & (index <= index[:, None])
     )
     return jnp.where(segment_ids[..., None, None] > 0, y, 0)
-  at = jnp.arange(length, dtype=jnp.int32)
-  return attend_at(block, q, k, v, segment_ids, segment_ids, at)
+  run = _attend_rows if fused.serves(q) else _attend_blocks
+  return run(block, q, k, v, segment_ids)
 
 
 def masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
@@ -278,6 +279,66 @@ def _backward(
 
 
 attend_at.defvjp(_forward, _backward)
+
+
+def _attend_blocks(
+  block: int, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+  at = jnp.arange(q.shape[1], dtype=jnp.int32)
+  return attend_at(block, q, k, v, segment_ids, segment_ids, at)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_rows(
+  block: int, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+  """`_attend_blocks`, which programs for a GPU leave to cuDNN for rows that it can do.
+
+  Choosing in the forward and in the backward pass, and not differentiating the choice, keeps the
+  residuals those of one form: the kernel's backward pass runs its forward pass again.
+  """
+  return _rows_forward(block, q, k, v, segment_ids)[0]
+
+
+def _rows_forward(
+  block: int, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+  def blocks(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+    out, residuals = _forward(block, q, k, v, ids, ids, jnp.arange(q.shape[1], dtype=jnp.int32))
+    return out, residuals[-1]
+
+  shape = jax.eval_shape(blocks, q, k, v, segment_ids)[1].shape
+
+  def kernel(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+    return fused.attend(q, k, v, ids), vary(jnp.zeros(shape, jnp.float32), q, k, ids)
+
+  out, normaliser = _choose(kernel, blocks, segment_ids, q, k, v, segment_ids)
+  return out, (q, k, v, segment_ids, out, normaliser)
+
+
+def _rows_backward(
+  block: int, residuals: tuple[jax.Array, ...], dout: jax.Array
+) -> tuple[jax.Array | None, ...]:
+  def blocks(*xs: jax.Array) -> Any:
+    q, k, v, ids, out, normaliser, dout = xs
+    at = jnp.arange(q.shape[1], dtype=jnp.int32)
+    return _backward(block, (q, k, v, ids, ids, at, out, normaliser), dout)[:3]
+
+  def kernel(*xs: jax.Array) -> Any:
+    q, k, v, ids, _, _, dout = xs
+    return jax.vjp(lambda q, k, v: fused.attend(q, k, v, ids), q, k, v)[1](dout)
+
+  return *_choose(kernel, blocks, residuals[3], *residuals, dout), None
+
+
+_attend_rows.defvjp(_rows_forward, _rows_backward)
+
+
+def _choose(kernel: Any, blocks: Any, segment_ids: jax.Array, *args: jax.Array) -> Any:
+  """Calls `kernel` in a program for a GPU, for rows that it can do; else `blocks`."""
+  applies = fused.applies(segment_ids)
+  cuda = lambda *xs: jax.lax.cond(applies, kernel, blocks, *xs)
+  return jax.lax.platform_dependent(*args, cuda=cuda, default=blocks)
 
 
 def _pick(keys: Keys, j: jax.Array) -> Keys:
