@@ -26,7 +26,8 @@ def calibrate(
 
   input_global_scale = 448 * 6 / amax, where amax is the largest magnitude that entered the
   projection over the sequences: a divisor, the convention of compressed-tensors. Weights that a
-  server fuses have one input, and share it. A projection that saw only zeros gets 1.
+  server fuses have one input, and share it. An expert that no token was sent to is taken to meet
+  what the others of its layer did. A projection that saw only zeros gets 1.
 
   Args:
     config: the model.
@@ -62,5 +63,9 @@ def _scales(config: ModelConfig, amax: Mapping[tuple[str, ...], np.ndarray]) -> 
   for name, row, index in hf_params(config):
     if row.quantisable:
       key = keys[name] = fuse_key(row, index) or name
-      largest[key] = max(float(amax[row.path][index]), largest.get(key, 0.0))
+      found = float(amax[row.path][index])
+      if row.experts and not found:
+        # No token was sent to this expert: the others of its layer say what to expect.
+        found = float(amax[row.path][index[0]].max())
+      largest[key] = max(found, largest.get(key, 0.0))
   return {name: float(quantise.global_scale(largest[key])) for name, key in keys.items()}
