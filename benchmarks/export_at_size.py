@@ -5,16 +5,15 @@
 Hugging Face -> Orbax -> bf16, fp8 (fp8_block) and nvfp4 (nvfp4_w4a16) views. Each stage runs in a
 process of its own, whose peak resident memory is shown (files are read by read(2), so the page
 cache is not in it) beside the bound: the largest layer, or embedding, plus 2 GiB. Beside each stage
-the plain way writes the same shards: tensors that are in memory already (reading them is not timed)
-are cast by numpy, each in one piece, and saved by the safetensors library. Both take turns, each
-with its input in the page cache; MB/s are bytes written over seconds. Needs four times the
-checkpoint's size of disk.
+the plain way writes the same tensors: mapped from files in the page cache, so that reading them
+costs nothing, they are cast by numpy, each in one piece, and saved in shards by the safetensors
+library. Both take turns, and both find their input in the page cache; MB/s are bytes written over
+seconds. Needs four times the checkpoint's size of disk.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import os
@@ -25,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
@@ -44,6 +43,7 @@ from mimo.weights.views import ViewSpec, write_view
 STAGES = {'import': 'bf16', 'bf16': 'bf16', 'fp8': 'fp8_block', 'nvfp4': 'nvfp4_w4a16'}
 _POOL = 1 << 24
 _GIB = 2**30
+_GROUP_SIZES = {'qkv': 3, 'in_proj': 2, 'gate_up': 2}
 
 FULL = {
   'num_hidden_layers': 4,
@@ -145,29 +145,24 @@ def ours(stage: str, root: pathlib.Path, out: pathlib.Path) -> float:
   return time.perf_counter() - begin
 
 
-class _Plain:
-  """The plain way: cast, collect a shard, save it. Counts the seconds of casts and saves only."""
+class _Shards:
+  """Collects tensors, and saves a shard when it is full."""
 
   def __init__(self, out: pathlib.Path) -> None:
-    self.seconds = 0.0
     self._out = out
     self._held: dict[str, np.ndarray] = {}
     self._shards = 0
 
-  def add(self, encode: Callable[..., dict[str, np.ndarray]], *tensors: np.ndarray) -> None:
-    """Casts tensors, and saves the shard that they complete."""
-    begin = time.perf_counter()
-    self._held |= encode(*tensors)
-    self.seconds += time.perf_counter() - begin
+  def add(self, tensors: dict[str, np.ndarray]) -> None:
+    """Adds tensors."""
+    self._held |= tensors
     if sum(x.nbytes for x in self._held.values()) >= SHARD_BYTES:
       self.save()
 
   def save(self) -> None:
     """Saves what is held."""
-    begin = time.perf_counter()
     path = self._out / f'{self._shards}.safetensors'
     safetensors.numpy.save_file(self._held, path, metadata={'format': 'pt'})
-    self.seconds += time.perf_counter() - begin
     self._held = {}
     self._shards += 1
 
@@ -175,36 +170,50 @@ class _Plain:
 def plain(stage: str, root: pathlib.Path, out: pathlib.Path) -> float:
   """Writes what `ours` writes in the plain way. Returns its seconds."""
   out.mkdir()
-  way = _Plain(out)
   source = huggingface.open_model(root / 'source')
-  if STAGES[stage] == 'bf16':
-    reader = TensorReader(root / 'source')
+  layout = source.origin.layout
+  mapped = {
+    path: np.memmap(path, np.uint8, 'r') for path in (root / 'source').glob('*.safetensors')
+  }
+  reader = TensorReader(root / 'source')
+
+  def view(name: str) -> np.ndarray:
+    """A tensor in the page cache, not copied."""
+    info = reader.info(name)
+    size = 2 * math.prod(info.shape)
+    bits = mapped[info.file][info.offset : info.offset + size]
+    return np.asarray(bits).view(ml_dtypes.bfloat16).reshape(info.shape)
+
+  begin = time.perf_counter()
+  shards = _Shards(out)
+  encode = {'fp8': plain_fp8_block, 'nvfp4': plain_nvfp4}.get(stage)
+  groups: dict[object, dict[str, np.ndarray]] = {}
+  if encode is None:
     for name in reader.names():
-      way.add(lambda x, name=name: {name: x}, reader.read(name))
-    way.save()
-    return way.seconds
-  encode = plain_fp8_block if stage == 'fp8' else plain_nvfp4
-  assert source.origin.carried is not None
-  groups: dict[object, list[str]] = {}
-  tensors = dict(source.tensors(ml_dtypes.bfloat16))
-  for name, row, index in hf_params(source.config):
-    groups.setdefault(fuse_key(row, index) or name, []).append(name)
-  for names in groups.values():
-    held = [tensors[name].read() for name in names]
-    if tensors[names[0]].row.quantisable:
-      way.add(functools.partial(encode, names), *held)
-    else:
-      way.add(lambda x, names=names: {names[0]: x}, *held)
-  for name in source.origin.carried.names:
-    way.add(lambda x, name=name: {name: x}, source.origin.carried.reader.read(name))
-  way.save()
-  return way.seconds
+      shards.add({name: view(name)})
+  else:
+    for name, row, index in hf_params(source.config):
+      place = layout.place(row, index)
+      x = view(place.name)[place.index]
+      x = x if place.rows is None else x[place.rows]
+      if not row.quantisable:
+        shards.add({name: x})
+        continue
+      key = fuse_key(row, index) or name
+      groups.setdefault(key, {})[name] = x
+      if len(groups[key]) == _GROUP_SIZES.get(row.fuse_group, 1):
+        shards.add(encode(groups.pop(key)))
+    assert not groups and source.origin.carried is not None
+    for name in source.origin.carried.names:
+      shards.add({name: view(name)})
+  shards.save()
+  return time.perf_counter() - begin
 
 
-def plain_fp8_block(names: Sequence[str], *tensors: np.ndarray) -> dict[str, np.ndarray]:
+def plain_fp8_block(group: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   """Scales of 128 x 128 blocks, whose rows and columns are multiples of 128 here."""
   parts = {}
-  for name, x in zip(names, tensors, strict=True):
+  for name, x in group.items():
     rows, columns = x.shape
     blocks = x.astype(np.float32).reshape(rows // 128, 128, columns // 128, 128)
     amax = np.abs(blocks).max(axis=(1, 3))
@@ -215,12 +224,12 @@ def plain_fp8_block(names: Sequence[str], *tensors: np.ndarray) -> dict[str, np.
   return parts
 
 
-def plain_nvfp4(names: Sequence[str], *tensors: np.ndarray) -> dict[str, np.ndarray]:
+def plain_nvfp4(group: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
   """Scales of 16 elements under one of the group."""
   parts = {}
-  values = [x.astype(np.float32) for x in tensors]
-  shared = np.float32(2688) / max(np.abs(x).max() for x in values)
-  for name, x in zip(names, values, strict=True):
+  values = {name: x.astype(np.float32) for name, x in group.items()}
+  shared = np.float32(2688) / max(np.abs(x).max() for x in values.values())
+  for name, x in values.items():
     blocks = x.reshape(x.shape[0], -1, 16)
     scale = np.clip(np.abs(blocks).max(axis=2) / np.float32(6) * shared, 2**-9, 448)
     scale = scale.astype(ml_dtypes.float8_e4m3fn)

@@ -31,7 +31,8 @@ from mimo.trainer.state import TrainerConfig
 from mimo.trainer.update import Trainer
 from mimo.types import PromptRef, SamplingParams, Source, Trajectory
 from mimo.weights.calibration import calibrate
-from mimo.weights.checkpoints import load_policy
+from mimo.weights.checkpoints import open_policy
+from mimo.weights.layouts import Origin
 from mimo.weights.publication import ViewFollower
 from mimo.weights.store import Store
 from mimo.weights.views import ViewSpec, check_format
@@ -51,11 +52,13 @@ class Policy:
     model: the decoder.
     params: float32.
     tokenizer_files: name -> content.
+    origin: how its checkpoint stores it, and what is carried along; None for one of no checkpoint.
   """
 
   model: ModelConfig
   params: dict[str, Any]
   tokenizer_files: dict[str, bytes]
+  origin: Origin | None = None
 
 
 # What makes each task, of the policy's tokenizer files; and the base policies that tasks ship.
@@ -74,7 +77,8 @@ def make_policy(path: str, task: str) -> Policy:
       f'policy is empty and task {task} ships none; expected a checkpoint: a Hugging Face '
       'directory or an Orbax checkpoint'
     )
-  return Policy(*load_policy(path or _OWN_POLICIES[task]))
+  source = open_policy(path or _OWN_POLICIES[task])
+  return Policy(source.config, source.params(), source.tokenizer_files, source.origin)
 
 
 def make_task(name: str, policy: Policy) -> Task:

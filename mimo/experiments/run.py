@@ -32,7 +32,7 @@ from mimo.telemetry.progress import Progress, evaluation_line
 from mimo.trainer.drift import Drift
 from mimo.trainer.update import LOGITS_DTYPE
 from mimo.types import SamplingParams, Version
-from mimo.weights.checkpoints import Checkpoints, policy_meta
+from mimo.weights.checkpoints import Checkpoints, policy_meta, stacks_of
 from mimo.weights.publication import Publisher, ViewFollower
 from mimo.weights.store import FileStore
 from mimo.weights.views import ViewSpec
@@ -121,7 +121,13 @@ def start(plan: Plan, workdir: pathlib.Path) -> tuple[Checkpoints, int | None, A
   Returns:
     (the checkpoints, the step restored or None, the training state, the step's meta).
   """
-  checkpoints = Checkpoints(workdir / 'checkpoints', _KEPT_CHECKPOINTS)
+  origin = plan.policy.origin
+  checkpoints = Checkpoints(
+    workdir / 'checkpoints',
+    _KEPT_CHECKPOINTS,
+    stacks=stacks_of(plan.policy.model),
+    carried=origin.carried if origin else None,
+  )
   step = checkpoints.latest()
   if step is None:
     state = plan.init_state(plan.policy.params)
@@ -162,6 +168,7 @@ class Run:
       plan.policy.tokenizer_files,
       plan.views,
       workdir.incarnation,
+      origin=plan.policy.origin,
     )
     self._follower = ViewFollower(self.store, factories.EVALUATION_VIEW)
     known = self._follower.versions()
@@ -324,8 +331,10 @@ class Run:
     """Starts a checkpoint of everything that the run goes on from, once it is open."""
     if self.rollouts is None or update == self._checkpoints.latest():
       return
+    policy = self.plan.policy
+    layout = policy.origin.layout if policy.origin else None
     meta = {
-      **policy_meta(self.plan.policy.model, self.plan.policy.tokenizer_files),
+      **policy_meta(policy.model, policy.tokenizer_files, layout),
       'rollouts': self.rollouts.state(),
       'ledger': self.ledger.state(),
     }

@@ -68,7 +68,7 @@ class Checkpoints:
     self.directory = pathlib.Path(directory).absolute()
     self._stacks = dict(stacks or {})
     self._carried = carried is not None
-    if carried is not None:
+    if carried is not None and jax.process_index() == 0:
       _write_carried(self.directory, carried)
     options = ocp.CheckpointManagerOptions(
       max_to_keep=keep,

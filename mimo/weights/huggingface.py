@@ -28,7 +28,7 @@ from mimo.weights.quantise import BF16
 from mimo.weights.shards import SHARD_BYTES
 from mimo.weights.shards import write_tensors as write_tensors
 from mimo.weights.sources import Source
-from mimo.weights.tensors import DTYPES, TensorReader, contiguous, read_json
+from mimo.weights.tensors import DTYPES, Scratch, TensorReader, contiguous, read_json
 from mimo.weights.tensors import SINGLE as SINGLE
 
 CONFIG = 'config.json'
@@ -223,6 +223,7 @@ class _Weights:
   ) -> None:
     self._reader = reader
     self._places = places
+    self._scratch = Scratch()
 
   def dtype(self, row: Param) -> np.dtype:
     names = {self._places[row.path, index].name for _, index in row.hf_names()}
@@ -236,17 +237,22 @@ class _Weights:
     return self._reader.read(place.name, place.index, place.rows if rows is None else rows)
 
   def part(self, row: Param, where: Where) -> np.ndarray:
-    if row.lead_shape:
-      return self._in_our_layout(row, self.tensor(row, where, None))
-    if row.in_dims == 1 and len(row.shape) == 2:
-      ours, theirs = where
-      return contiguous(self.tensor(row, (), theirs).T[ours])
     if not row.in_dims:
-      return self.tensor(row, (), where[0])[(slice(None), *where[1:])]
-    return self._in_our_layout(row, self.tensor(row, (), None))[where]
+      return self.tensor(row, where, None) if row.lead_shape else self._block(row, where)
+    place = self._places[row.path, where if row.lead_shape else ()]
+    if row.lead_shape:
+      return self._transposed(place, place.rows).reshape(row.shape)
+    if row.in_dims == 1 and len(row.shape) == 2:
+      return self._transposed(place, where[1])[where[0]]
+    return self._transposed(place, None).reshape(row.shape)[where]
 
-  def _in_our_layout(self, row: Param, x: np.ndarray) -> np.ndarray:
-    return contiguous(x.T).reshape(row.shape) if row.in_dims else x
+  def _block(self, row: Param, where: Where) -> np.ndarray:
+    return self.tensor(row, (), where[0])[(slice(None), *where[1:])]
+
+  def _transposed(self, place: Place, rows: slice | None) -> np.ndarray:
+    x = self._reader.read(place.name, place.index, rows, scratch=self._scratch).T
+    copied = contiguous(x)
+    return copied.copy() if np.may_share_memory(copied, x) else copied
 
 
 def _check_stored(reader: TensorReader, place: Place) -> None:

@@ -120,8 +120,8 @@ def is_finite(x: np.ndarray) -> bool:
   """Whether no element is NaN or infinity."""
   if x.dtype != BF16:
     return bool(np.isfinite(x).all())
-  # By bits, some ten times faster than isfinite: all exponent bits set is NaN or infinity.
-  return not ((x.view(np.uint16) & 0x7F80) == 0x7F80).any()
+  # By bits, some ten times faster than isfinite: NaN and infinity have the largest of their sign.
+  return bool(x.size == 0 or (x.view(np.int16).max() < 0x7F80 and x.view(np.uint16).max() < 0xFF80))
 
 
 def _blocks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import json
 import math
 import os
 import pathlib
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +46,19 @@ class TensorInfo:
   dtype: str
   shape: tuple[int, ...]
   offset: int
+
+
+class Scratch(threading.local):
+  """Memory that each thread keeps, which spares the cost of new pages."""
+
+  def __init__(self) -> None:
+    self._held = np.empty(0, np.uint8)
+
+  def take(self, size: int) -> np.ndarray:
+    """Returns `size` bytes; those that this thread took before are the same."""
+    if self._held.size < size:
+      self._held = np.empty(size, np.uint8)
+    return self._held[:size]
 
 
 class TensorReader:
@@ -88,13 +103,21 @@ class TensorReader:
     """Returns where a tensor is. KeyError for a name that the checkpoint lacks."""
     return self._infos[name]
 
-  def read(self, name: str, index: tuple[int, ...] = (), rows: slice | None = None) -> np.ndarray:
+  def read(
+    self,
+    name: str,
+    index: tuple[int, ...] = (),
+    rows: slice | None = None,
+    *,
+    scratch: Scratch | None = None,
+  ) -> np.ndarray:
     """Returns a tensor, or a part of one, in the dtype it is stored in; only that part is read.
 
     Args:
       name: of the tensor.
       index: which of its leading dimensions.
       rows: which of the dimension after those, without a step.
+      scratch: memory to read it into, so that this thread's next read overwrites it; None: its own.
 
     Raises:
       KeyError: the checkpoint lacks it.
@@ -115,10 +138,21 @@ class TensorReader:
       begin += first * math.prod(shape[1:])
       shape = (max(0, last - first), *shape[1:])
     size = math.prod(shape) * dtype.itemsize
-    raw = np.fromfile(info.file, np.uint8, size, offset=info.offset + begin * dtype.itemsize)
-    if raw.size != size:
-      raise ValueError(f'{info.file} ends inside tensor {name}')
+    raw = np.empty(size, np.uint8) if scratch is None else scratch.take(size)
+    with open(info.file, 'rb', buffering=0) as file:
+      file.seek(info.offset + begin * dtype.itemsize)
+      if _read_all(file, raw) != size:
+        raise ValueError(f'{info.file} ends inside tensor {name}')
     return raw.view(dtype).reshape(shape)
+
+
+def _read_all(file: io.FileIO, target: np.ndarray) -> int:
+  """Fills `target` from where the file is; returns how many bytes there were."""
+  done = 0
+  view: Any = target
+  while done < target.size and (count := file.readinto(view[done:])):
+    done += count
+  return done
 
 
 def read_json(path: pathlib.Path) -> Any:

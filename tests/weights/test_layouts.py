@@ -12,7 +12,17 @@ import pytest
 
 from mimo.models.config import ModelConfig
 from mimo.models.table import hf_params, named_tensors
-from mimo.weights import checkpoints, chunked, huggingface, layouts, quantise, shards, views
+from mimo.weights import (
+  checkpoints,
+  chunked,
+  huggingface,
+  layouts,
+  publication,
+  quantise,
+  shards,
+  views,
+)
+from mimo.weights.store import FileStore
 
 BF16 = ml_dtypes.bfloat16
 TEXT = {
@@ -333,6 +343,19 @@ def test_a_run_keeps_the_layout_and_what_is_carried(published, tmp_path):
   (store.directory / 'carried').rename(tmp_path / 'elsewhere')
   with pytest.raises(ValueError, match='carried is missing; expected the tensors that it carries'):
     checkpoints.open_policy(tmp_path / 'run')
+
+
+def test_publications_carry_it_too(published, tmp_path):
+  source = huggingface.open_model(published)
+  store = FileStore(tmp_path / 'store')
+  specs = {name: views.ViewSpec(name) for name in ('bf16', 'nvfp4_w4a16')}
+  publisher = publication.Publisher(store, source.config, {}, specs, 0, origin=source.origin)
+  snapshot = publication.Snapshot(source.config, source.params())
+  version = publisher.publish(0, snapshot)
+  assert not publisher.failures
+  held = {name: load(publication.ViewFollower(store, name).open(version)) for name in specs}
+  assert_same_tensors(held['bf16'], load(published))
+  assert_same_tensors({name: held['nvfp4_w4a16'][name] for name in CARRIED}, CARRIED)
 
 
 def test_a_sharded_save_has_one_layer_per_chunk_too(tmp_path):

@@ -86,6 +86,11 @@ def test_parts_are_read_alone(tmp_path):
   got = reader.read('stack', (1,), slice(2, 5))
   assert got.shape == (3, 4) and got.tobytes() == stack[1, 2:5].tobytes()
   assert reader.read('vector', (), slice(1, 99)).tobytes() == stack[0, 0, 1:].tobytes()
+  scratch = tensors.Scratch()
+  first = reader.read('stack', (0,), scratch=scratch)
+  assert first.tobytes() == stack[0].tobytes()
+  assert reader.read('stack', (2,), scratch=scratch).tobytes() == stack[2].tobytes()
+  assert first.tobytes() == stack[2].tobytes()
   for index in ((3,), (-1,), (0, 0, 0, 0)):
     with pytest.raises(IndexError, match='tensor stack of shape'):
       reader.read('stack', index)
