@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
@@ -115,7 +116,10 @@ def save_args(stacked: int) -> ocp.SaveArgs:
 
 def handler() -> ocp.PyTreeCheckpointHandler:
   """Returns the handler of a tree whose leaves are all `ChunkedArray`s."""
-  registry = ocp.type_handlers.create_type_handler_registry((ChunkedArray, _Handler()))
+  # Orbax warns where it can't save jax's arrays.
+  registry = ocp.type_handlers.create_type_handler_registry(
+    (ChunkedArray, _Handler()), (jax.Array, ocp.type_handlers.ArrayHandler())
+  )
   return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
 
 
