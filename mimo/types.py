@@ -4,7 +4,8 @@ Nothing here does IO or imports another module of mimo. Arrays are numpy arrays 
 trainer turns them into device arrays when it packs a batch.
 
 Axis letters: T tokens of a trajectory, S sampled tokens of a trajectory (or of one turn),
-C candidates of all sampled tokens, laid end to end.
+C candidates of all sampled tokens, laid end to end, N consecutive tokens of a trajectory, L layers,
+k experts that a layer sends a token to.
 """
 
 from __future__ import annotations
@@ -150,6 +151,35 @@ class Candidates:
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RouteShape:
+  """What there is to tell of a token's way: `per_token` of the `experts` of each of `layers`."""
+
+  layers: int
+  experts: int
+  per_token: int
+
+
+# Of `Routes.ids`: experts are counted in hundreds, and there are many ids per token.
+ROUTE_DTYPE = np.int16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Routes:
+  """The experts that a sampler sent tokens to, as it ran them.
+
+  Row i is of token `start + i` of the trajectory, and of the forward pass that this token entered:
+  the one that predicts the token after it. The last token drawn has entered none.
+
+  Attributes:
+    start: index in the trajectory.
+    ids: [N, L, k] int16; distinct in a layer, or all -1 where they are not known.
+  """
+
+  start: int
+  ids: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TurnSample:
   """What a sampler returns for one turn.
@@ -161,6 +191,8 @@ class TurnSample:
     full_support: [S] bool, True where the candidates are the whole support of q.
     finish: why the turn ended.
     spans: versions, indexed from the turn's first sampled token; they cover [0, S).
+    routes: of the tokens from the first that no earlier turn told of, up to and without the last
+      drawn; None from a sampler that tells none.
   """
 
   tokens: np.ndarray
@@ -169,6 +201,7 @@ class TurnSample:
   full_support: np.ndarray
   finish: FinishReason
   spans: tuple[VersionSpan, ...]
+  routes: Routes | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,6 +246,8 @@ class Trajectory:
     prompt: the task and group.
     member: index in the group.
     incarnation: which start of the run sampled it, from 0.
+    routes: [T, L, k] int16, the experts that the sampler sent each token to, -1 where it did not
+      say (of the last drawn token among others); None where it said nothing.
   """
 
   tokens: np.ndarray
@@ -230,6 +265,7 @@ class Trajectory:
   prompt: PromptRef
   member: int
   incarnation: int
+  routes: np.ndarray | None = None
 
   @property
   def num_sampled(self) -> int:

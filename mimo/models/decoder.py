@@ -199,6 +199,15 @@ def _by_stack(config: ModelConfig, routes: jax.Array | None) -> jax.Array | None
   return routes if period == 1 else routes.reshape(-1, period, *routes.shape[1:])
 
 
+def _by_token(config: ModelConfig, state: Mapping[str, Any]) -> jax.Array:
+  """The routes that the layers left in `state`, [B, T, L, k]."""
+  layer = state[moe.ROUTES]['layers']
+  period = len(config.pattern)
+  parts = [layer] if period == 1 else [layer[str(position)] for position in range(period)]
+  ids = jnp.stack([part['moe']['ids'] for part in parts], axis=1)  # [L / p, p, B, T, k]
+  return jnp.moveaxis(ids.reshape(config.num_layers, *ids.shape[2:]), 0, 2)
+
+
 class _Leaf(nn.Module):
   """A module that is one parameter."""
 
@@ -304,11 +313,7 @@ def chosen_experts(
     raise ValueError(f'family {config.family!r} has no experts to choose')
   context = _full_context(config, segment_ids, positions)
   _, state = _Decoder(config).apply({'params': params}, tokens, context, None, mutable=[moe.ROUTES])
-  layer = state[moe.ROUTES]['layers']
-  period = len(config.pattern)
-  parts = [layer] if period == 1 else [layer[str(position)] for position in range(period)]
-  ids = jnp.stack([part['moe']['ids'] for part in parts], axis=1)  # [L / p, p, B, T, k]
-  return jnp.moveaxis(ids.reshape(config.num_layers, *ids.shape[2:]), 0, 2)
+  return _by_token(config, state)
 
 
 def head_matrix(config: ModelConfig, params: Mapping[str, Any]) -> jax.Array:
@@ -373,24 +378,66 @@ def extend(
   Returns:
     (hidden [B, C, D] `dtype` after the final norm, the cache).
   """
-  chex.assert_rank([tokens, start, count], [2, 1, 1])
+  model = _cached(config, dtype, activation_quant, kv_quant)
+  context = _next_context(config, cache, tokens, start, count, window)
+  hidden, cache = model.apply(_variables(params, activation_quant), tokens, context, cache)
+  return jnp.where(context.present[..., None], hidden, 0), cache
+
+
+def extend_routed(
+  config: ModelConfig,
+  params: Mapping[str, Any],
+  cache: Cache,
+  tokens: jax.Array,
+  start: jax.Array,
+  count: jax.Array,
+  *,
+  dtype: Any = jnp.float32,
+  activation_quant: ActivationQuant | None = None,
+  kv_quant: str | None = None,
+  window: int | None = None,
+) -> tuple[jax.Array, Cache, jax.Array]:
+  """`extend` of a model with experts, and those that each layer sent each token to.
+
+  Returns:
+    (hidden, the cache, [B, C, L, k] int32, -1 where there is no token).
+  """
+  model = _cached(config, dtype, activation_quant, kv_quant)
+  context = _next_context(config, cache, tokens, start, count, window)
+  (hidden, cache), state = model.apply(
+    _variables(params, activation_quant), tokens, context, cache, mutable=[moe.ROUTES]
+  )
+  return jnp.where(context.present[..., None], hidden, 0), cache, _by_token(config, state)
+
+
+def _cached(
+  config: ModelConfig, dtype: Any, activation_quant: ActivationQuant | None, kv_quant: str | None
+) -> _Decoder:
   if kv_quant not in _KV_QUANT:
     raise ValueError(f'kv_quant is {kv_quant!r}; expected one of {list(_KV_QUANT)}')
+  return _Decoder(config, dtype, False, _kind(activation_quant), kv_quant)
+
+
+def _next_context(
+  config: ModelConfig,
+  cache: Cache,
+  tokens: jax.Array,
+  start: jax.Array,
+  count: jax.Array,
+  window: int | None,
+) -> Context:
+  chex.assert_rank([tokens, start, count], [2, 1, 1])
   window = cache.length if window is None else window
   steps = jnp.arange(tokens.shape[1])
   positions = start[:, None] + steps
   present = steps < count[:, None]
-  context = Context(
+  return Context(
     angles=layers.rope_angles(config.rope, config.rotary_dim, positions),
     present=present,
     mask=jnp.arange(window) <= positions[..., None],
     slots=jnp.where(present, positions, cache.length),
     fresh=(start == 0) & (count > 0),
   )
-  model = _Decoder(config, dtype, False, _kind(activation_quant), kv_quant)
-  variables = _variables(params, activation_quant)
-  hidden, cache = model.apply(variables, tokens, context, cache)
-  return jnp.where(present[..., None], hidden, 0), cache
 
 
 def _full_context(config: ModelConfig, segment_ids: jax.Array, positions: jax.Array) -> Context:

@@ -19,9 +19,18 @@ from mimo.models import activations, layers, parallel_mixers
 from mimo.models.config import ModelConfig
 from mimo.models.grouped import grouped_matmul
 from mimo.models.parallel import Parallel
+from mimo.types import RouteShape
 
 # A variable collection: the experts that each token was sent to.
 ROUTES = 'routes'
+
+
+def route_shape(config: ModelConfig) -> RouteShape | None:
+  """Returns what there is to say of a token's routes; None of a model without experts."""
+  c = config.moe
+  if c is None:
+    return None
+  return RouteShape(config.num_layers, c.num_experts, c.experts_per_token)
 
 
 class ExpertQuant(NamedTuple):

@@ -10,7 +10,15 @@ from __future__ import annotations
 import numpy as np
 
 from mimo.samplers.base import SamplerError
-from mimo.types import Candidates, FinishReason, SamplingParams, TurnSample
+from mimo.types import (
+  ROUTE_DTYPE,
+  Candidates,
+  FinishReason,
+  Routes,
+  RouteShape,
+  SamplingParams,
+  TurnSample,
+)
 
 # Masses of a whole support sum to 1 within this; so do the records of one log-prob agree.
 TOLERANCE = 1e-3
@@ -51,6 +59,55 @@ def check_turn(turn: TurnSample, params: SamplingParams) -> None:
     at = span.end
   if at != num:
     raise SamplerError(f'version spans cover {at} tokens; expected {num}')
+
+
+def check_routes(routes: Routes | None, shape: RouteShape | None, *, start: int, end: int) -> None:
+  """Checks what a turn tells of its tokens' routes.
+
+  Args:
+    routes: of the turn.
+    shape: what the sampler states; None where it tells no routes.
+    start: the first token that no earlier turn told of.
+    end: the last token drawn, which was not run.
+
+  Raises:
+    SamplerError: there are none, or some where none are stated; they are of other tokens or of
+      another shape; an expert is out of range, or occurs twice in a layer of a token.
+  """
+  if routes is None or shape is None:
+    if routes is not None or shape is not None:
+      raise SamplerError(
+        f'routes are {"told" if routes is not None else "missing"}; expected '
+        f'{"none" if shape is None else f"those of {shape}"}, as the sampler states'
+      )
+    return
+  ids, stop = routes.ids, routes.start + len(routes.ids)
+  if (routes.start, stop) != (start, end):
+    raise SamplerError(
+      f'routes of tokens [{routes.start}, {stop}); expected [{start}, {end}): those not told yet '
+      'that were run'
+    )
+  if ids.dtype != ROUTE_DTYPE or ids.shape[1:] != (shape.layers, shape.per_token):
+    raise SamplerError(
+      f'routes are {ids.dtype} {list(ids.shape)}; expected {np.dtype(ROUTE_DTYPE)} '
+      f'{[end - start, shape.layers, shape.per_token]}'
+    )
+  if not ids.size:
+    return
+  if ids.min() < -1 or ids.max() >= shape.experts:
+    raise SamplerError(
+      f'routes run from {ids.min()} to {ids.max()}; expected [0, {shape.experts}), or -1 where '
+      'they are not known'
+    )
+  ordered = np.sort(ids, axis=-1)
+  repeated = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+  partly = (ordered[..., 0] < 0) & (ordered[..., -1] >= 0)
+  if repeated.any() or partly.any():
+    where = np.argwhere(repeated.any(axis=-1) | partly)[0]
+    raise SamplerError(
+      f'token {start + where[0]} goes to experts {ids[*where].tolist()} in layer {where[1]}; '
+      'expected distinct ones'
+    )
 
 
 def check_streams(

@@ -12,6 +12,7 @@ from mimo.rollouts import contract
 from mimo.samplers.base import Sampler, SamplerError
 from mimo.tasks.base import EnvironmentFailure, Episode, StepResult, Task
 from mimo.types import (
+  ROUTE_DTYPE,
   Candidates,
   EpisodeEnd,
   FinishReason,
@@ -86,6 +87,11 @@ class _Record:
     return self._length
 
   @property
+  def routed(self) -> int:
+    """The first token whose routes no turn has told: the last one drawn, which was not run yet."""
+    return self._turns[-1].end - 1 if self._turns else 0
+
+  @property
   def tokens(self) -> np.ndarray:
     """[T] int32, a read-only view that later appends leave as it is."""
     view = self._tokens[: self._length]
@@ -131,7 +137,17 @@ class _Record:
       prompt=spec.prompt,
       member=spec.member,
       incarnation=spec.incarnation,
+      routes=self._routes(),
     )
+
+  def _routes(self) -> np.ndarray | None:
+    told = [sample.routes for sample in self._samples if sample.routes is not None]
+    if not told:
+      return None
+    ids = np.full((self._length, *told[0].ids.shape[1:]), -1, ROUTE_DTYPE)
+    for routes in told:
+      ids[routes.start : routes.start + len(routes.ids)] = routes.ids
+    return ids
 
 
 async def run_episode(task: Task, sampler: Sampler, spec: EpisodeSpec) -> Attempt:
@@ -206,6 +222,12 @@ async def _play(
       params = dataclasses.replace(params, max_turn_tokens=room)
     sample = await sampler.sample(spec.session, record.tokens, params, spec.key)
     contract.check_turn(sample, params)
+    contract.check_routes(
+      sample.routes,
+      sampler.contract.routes,
+      start=record.routed,
+      end=len(record) + len(sample.tokens) - 1,
+    )
     record.turn(sample)
     if sample.finish is FinishReason.ABORT:
       raise SamplerError(f'the sampler aborted a turn after {len(sample.tokens)} tokens')

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mimo.samplers.base import SamplerError
-from mimo.types import Candidates, FinishReason, TurnSample, VersionSpan
+from mimo.types import Candidates, FinishReason, Routes, TurnSample, VersionSpan
 
 Answer = TurnSample | SamplerError
 
@@ -100,6 +100,7 @@ def dump(answer: Answer) -> dict[str, Any]:
     'full_support': answer.full_support,
     'finish': answer.finish.value,
     'spans': [dataclasses.astuple(span) for span in answer.spans],
+    'routes': None if answer.routes is None else [answer.routes.start, answer.routes.ids],
   }
 
 
@@ -114,4 +115,5 @@ def parse_answer(stated: Mapping[str, Any]) -> Answer:
     full_support=stated['full_support'],
     finish=FinishReason(stated['finish']),
     spans=tuple(VersionSpan(*span) for span in stated['spans']),
+    routes=None if stated['routes'] is None else Routes(*stated['routes']),
   )

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mimo.types import SamplingParams, Source, TurnSample, Version
+from mimo.types import RouteShape, SamplingParams, Source, TurnSample, Version
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class SamplerContract:
     max_tokens: the longest trajectory it can hold.
     prefix_cache: 'keep' or 'drop' at a weight update.
     max_sessions: how many sessions it decodes at a time; more wait their turn.
+    routes: the shape of the routes that its turns tell; None where they tell none.
   """
 
   source: Source
@@ -36,6 +37,7 @@ class SamplerContract:
   max_tokens: int
   prefix_cache: str
   max_sessions: int
+  routes: RouteShape | None = None
 
 
 class SamplerError(Exception):

@@ -15,7 +15,16 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 
 from mimo.samplers.base import SamplerContract, SamplerError
-from mimo.types import Candidates, FinishReason, SamplingParams, TurnSample, VersionSpan
+from mimo.types import (
+  ROUTE_DTYPE,
+  Candidates,
+  FinishReason,
+  Routes,
+  RouteShape,
+  SamplingParams,
+  TurnSample,
+  VersionSpan,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +52,12 @@ Draw = Sequence[int] | TurnSample
 Script = Callable[[ScriptedCall], Draw | Awaitable[Draw]]
 
 
+def scripted_routes(shape: RouteShape, start: int, end: int) -> Routes:
+  """Returns routes of tokens `[start, end)`: token t goes to t + l, t + l + 1, ... in layer l."""
+  token, layer, choice = np.ogrid[start:end, : shape.layers, : shape.per_token]
+  return Routes(start, ((token + layer + choice) % shape.experts).astype(ROUTE_DTYPE))
+
+
 @dataclasses.dataclass
 class _Session:
   tokens: np.ndarray
@@ -59,8 +74,8 @@ class ScriptedSampler:
 
   Each drawn id is recorded with probability 1/2, beside its successor modulo the vocabulary with
   the other half, so the candidates are the whole support; with a cap of one candidate they are a
-  head. Where the version changes while a turn is drawn, the second half of it is stamped with the
-  new one.
+  head. Where the contract states routes, they are `scripted_routes`. Where the version changes
+  while a turn is drawn, the second half of it is stamped with the new one.
 
   Attributes:
     calls: every call so far, in the order in which they got a place.
@@ -162,6 +177,10 @@ class ScriptedSampler:
       finally:
         self._drawing -= 1
     turn = drawn if isinstance(drawn, TurnSample) else self._record(call, drawn, room)
+    shape = self._contract.routes
+    if shape is not None and turn.routes is None:
+      routes = scripted_routes(shape, max(held - 1, 0), len(tokens) + len(turn.tokens) - 1)
+      turn = dataclasses.replace(turn, routes=routes)
     state.tokens = np.concatenate([tokens, turn.tokens])
     state.turns += 1
     return turn

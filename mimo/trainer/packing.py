@@ -7,7 +7,8 @@ tokens of a row are listed apart, [R, M], because the head and the objective onl
 Shapes come from a few buckets. The update is traced once per bucket, so a batch never makes a new
 shape: what is left over is padded.
 
-Axis letters: R rows, L tokens of a row, M trained tokens of a row, K candidates.
+Axis letters: R rows, L tokens of a row, M trained tokens of a row, K candidates, k experts that a
+token is sent to.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mimo.types import Trajectory
+from mimo.types import ROUTE_DTYPE, RouteShape, Trajectory
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -53,6 +54,9 @@ class MicroBatch(NamedTuple):
     full_support: [R, M] bool.
     adv: [R, M] float32.
     source: [R, M] int32, an index into the names that `pack` was given.
+    routes: [R, L, layers, k] int16, the experts that the samplers sent a token to: those of the
+      pass that the token at that index of the row enters. -1 where none are known. None where
+      none are replayed.
   """
 
   tokens: Any
@@ -67,6 +71,7 @@ class MicroBatch(NamedTuple):
   full_support: Any
   adv: Any
   source: Any
+  routes: Any = None
 
 
 class Placement(NamedTuple):
@@ -128,6 +133,7 @@ def pack(
   num_candidates: int,
   sources: Sequence[str],
   temperature: float,
+  routes: RouteShape | None = None,
 ) -> Batch:
   """Lays trajectories, one advantage each, into micro-batches.
 
@@ -144,11 +150,13 @@ def pack(
     num_candidates: K.
     sources: pool names; `MicroBatch.source` indexes it.
     temperature: what the trainer divides its logits by.
+    routes: of the model, where the samplers' are replayed; None packs none.
 
   Raises:
     ValueError: a trajectory is too long for every bucket, has more than K candidates at a token, is
-      of an unknown pool or another temperature, is not scored, states another log-prob mode, or
-      has streams that do not fit together; an advantage is not finite; there are no buckets.
+      of an unknown pool or another temperature, is not scored, states another log-prob mode, has
+      routes of another model, or has streams that do not fit together; an advantage is not finite;
+      there are no buckets.
   """
   if not buckets:
     raise ValueError('no buckets; expected at least one')
@@ -159,10 +167,12 @@ def pack(
     raise ValueError(f'advantage {int(np.argmin(np.isfinite(adv)))} is not finite')
   for trajectory in trajectories:
     _check(trajectory, sources=sources, temperature=temperature, num_candidates=num_candidates)
+    if routes is not None:
+      _check_routes(trajectory, routes)
   micro: list[MicroBatch] = []
   placements: list[Placement | None] = [None] * len(trajectories)
   for bucket, rows in _cut(_fill(trajectories, buckets), buckets):
-    batch = empty_micro_batch(bucket, num_candidates)
+    batch = empty_micro_batch(bucket, num_candidates, routes)
     for r, row in enumerate(rows):
       at = Placement(len(micro), r, 0, 0)
       for segment, index in enumerate(row.members, start=1):
@@ -180,10 +190,15 @@ def pack(
   )
 
 
-def empty_micro_batch(bucket: Bucket, num_candidates: int) -> MicroBatch:
-  """A micro-batch that is all padding."""
+def empty_micro_batch(
+  bucket: Bucket, num_candidates: int, routes: RouteShape | None = None
+) -> MicroBatch:
+  """A micro-batch that is all padding; with `routes` of a shape, or without any."""
   row = (bucket.rows, bucket.tokens)
   trained = (bucket.rows, bucket.trained)
+  ways = None
+  if routes is not None:
+    ways = np.full((*row, routes.layers, routes.per_token), -1, ROUTE_DTYPE)
   return MicroBatch(
     tokens=np.zeros(row, np.int32),
     segment_ids=np.zeros(row, np.int32),
@@ -197,6 +212,7 @@ def empty_micro_batch(bucket: Bucket, num_candidates: int) -> MicroBatch:
     full_support=np.zeros(trained, bool),
     adv=np.zeros(trained, np.float32),
     source=np.zeros(trained, np.int32),
+    routes=ways,
   )
 
 
@@ -242,6 +258,23 @@ def _check(
   if counts.size and counts.max() > num_candidates:
     raise ValueError(
       f'{name}: a token has {counts.max()} candidates; expected at most {num_candidates}'
+    )
+
+
+def _check_routes(trajectory: Trajectory, shape: RouteShape) -> None:
+  """Raises ValueError naming a trajectory whose routes are not of this model."""
+  ids = trajectory.routes
+  if ids is None:
+    return
+  expected = (len(trajectory.tokens), shape.layers, shape.per_token)
+  if ids.shape != expected:
+    raise ValueError(
+      f'{_name(trajectory)}: routes have shape {ids.shape}; expected {expected}: of each token, '
+      'layers and experts per token'
+    )
+  if ids.size and ids.max() >= shape.experts:
+    raise ValueError(
+      f'{_name(trajectory)}: routes name expert {ids.max()}; expected less than {shape.experts}'
     )
 
 
@@ -296,6 +329,8 @@ def _write(
   batch.tokens[r, row] = trajectory.tokens
   batch.segment_ids[r, row] = segment
   batch.positions[r, row] = np.arange(length)
+  if batch.routes is not None and trajectory.routes is not None:
+    batch.routes[r, row] = trajectory.routes  # of a token's own pass: nothing is shifted
   span = slice(at.trained, at.trained + trained)
   sampled = np.flatnonzero(trajectory.sampled)
   batch.predict[r, span] = at.token + sampled - 1

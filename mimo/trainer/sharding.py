@@ -70,10 +70,10 @@ def micro_shardings(micro: MicroBatch, mesh: Mesh) -> MicroBatch:
   parallel = Parallel(mesh)
 
   def sharding(x: Any) -> NamedSharding:
-    axes = ('rows', 'context', None)[: x.ndim]
+    axes = ('rows', 'context', None, None)[: x.ndim]
     return parallel.sharding(parallel.activation(x.shape, axes))
 
-  return MicroBatch(*map(sharding, micro))
+  return jax.tree.map(sharding, micro)
 
 
 def place(micro: MicroBatch, mesh: Mesh) -> MicroBatch:

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import optax
 
 from mimo.models.config import ModelConfig
+from mimo.models.moe import route_shape
 from mimo.models.table import ROUTER, leaf, nest, table
+from mimo.types import RouteShape
 
 COMPUTE_DTYPES = ('float32', 'bfloat16')
 OFFLOADS = ('residuals', 'moments')
@@ -41,6 +43,10 @@ class TrainerConfig:
     offload: what is kept in the host's memory: 'residuals', the inputs of layers, which remat
       keeps; 'moments', between updates.
     freeze_router: whether the routers of experts stay as they are: no gradient and no decay.
+    replay_routes: whether tokens are sent to the experts that their sampler sent them to, where it
+      said which. The trainer's own router, of other weights and another precision, sends some
+      elsewhere, and log-probs are then of other functions than those that were drawn from.
+      What a router's weights of the chosen experts are is the trainer's to say either way.
   """
 
   learning_rate: float
@@ -56,6 +62,7 @@ class TrainerConfig:
   remat: bool = False
   offload: tuple[str, ...] = ()
   freeze_router: bool = False
+  replay_routes: bool = False
 
   def __post_init__(self) -> None:
     for name in ('learning_rate', 'eps', 'temperature'):
@@ -81,6 +88,19 @@ class TrainerConfig:
       raise ValueError(
         f'compute_dtype is {self.compute_dtype!r}; expected one of {", ".join(COMPUTE_DTYPES)}'
       )
+
+
+def replayed_routes(model: ModelConfig, config: TrainerConfig) -> RouteShape | None:
+  """Returns the shape of the routes that batches bring, None where none are replayed.
+
+  Raises ValueError where they are asked for of a model that has no experts.
+  """
+  if not config.replay_routes:
+    return None
+  shape = route_shape(model)
+  if shape is None:
+    raise ValueError(f'replay_routes is True of a {model.family} model; expected one with experts')
+  return shape
 
 
 class TrainState(NamedTuple):

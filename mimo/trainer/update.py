@@ -41,6 +41,7 @@ from mimo.trainer.state import (
   learning_rate,
   new_state,
   optimizer,
+  replayed_routes,
 )
 
 # The head's matmul and the logits, whatever the layers compute in. A sampler must state the same.
@@ -85,7 +86,7 @@ def token_logps(spec: Spec, params: Any, micro: MicroBatch) -> tuple[jax.Array, 
     (logps [R, M, 1 + K] float32, the target first; entropy [R, M] float32), over the full
     vocabulary after temperature, in nats. Candidates of id -1 give 0.
   """
-  _check(micro)
+  _check(spec, micro)
   parallel = Parallel(spec.mesh)
   hidden = forward(
     spec.model,
@@ -96,6 +97,7 @@ def token_logps(spec: Spec, params: Any, micro: MicroBatch) -> tuple[jax.Array, 
     dtype=jnp.dtype(spec.config.compute_dtype),
     remat='host' if 'residuals' in spec.config.offload else spec.config.remat,
     parallel=parallel,
+    routes=micro.routes if spec.config.replay_routes else None,
   )
   hidden = constrain(parallel, hidden, 'rows', 'context', None)
   # Only these go through the head: an array of every position and candidate is never made.
@@ -220,6 +222,9 @@ class Trainer:
     correction: the loss's switches.
     num_sources: how many pools aux is split over.
     mesh: of `sharding.make_mesh`.
+
+  Attributes:
+    routes: the shape of those that batches must bring; None where none are replayed.
   """
 
   def __init__(
@@ -232,6 +237,7 @@ class Trainer:
     mesh: Mesh,
   ) -> None:
     self.spec = Spec(model, config, correction, num_sources, mesh)
+    self.routes = replayed_routes(model, config)
     self.mesh = mesh
     everywhere: Any = sharding.replicated(mesh)
     params = sharding.param_shardings(model, mesh)
@@ -315,7 +321,7 @@ def _fetch_and_apply(
   return step(jax.device_put(state, near), *rest)
 
 
-def _check(micro: MicroBatch) -> None:
+def _check(spec: Spec, micro: MicroBatch) -> None:
   """The shapes and dtypes that `MicroBatch` states."""
   rows, tokens = micro.tokens.shape
   trained, candidates = micro.candidate_ids.shape[1:]
@@ -328,3 +334,9 @@ def _check(micro: MicroBatch) -> None:
   chex.assert_type([*ids, micro.candidate_ids, micro.source], int)
   chex.assert_type([micro.mask, micro.full_support], bool)
   chex.assert_type([micro.logp_sampler, micro.candidate_logps, micro.adv], float)
+  shape = replayed_routes(spec.model, spec.config)
+  if shape is not None:
+    if micro.routes is None:
+      raise ValueError('replay_routes is True and the batch brings no routes; expected some')
+    chex.assert_shape(micro.routes, (rows, tokens, shape.layers, shape.per_token))
+    chex.assert_type(micro.routes, int)

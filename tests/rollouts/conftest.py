@@ -129,7 +129,13 @@ def settings(**changes) -> RolloutSettings:
 
 
 def sampler(
-  script: Callable[[ScriptedCall], object], *, pool='a', sessions=8, max_tokens=64, version=0
+  script: Callable[[ScriptedCall], object],
+  *,
+  pool='a',
+  sessions=8,
+  max_tokens=64,
+  version=0,
+  routes=None,
 ) -> ScriptedSampler:
   contract = SamplerContract(
     source=Source(pool, 'H100', 'bf16', 'bf16'),
@@ -139,6 +145,7 @@ def sampler(
     max_tokens=max_tokens,
     prefix_cache='keep',
     max_sessions=sessions,
+    routes=routes,
   )
   return ScriptedSampler(contract, script, version=version)
 

@@ -5,7 +5,15 @@ import pytest
 
 from mimo.rollouts import contract
 from mimo.samplers.base import SamplerError
-from mimo.types import Candidates, FinishReason, SamplingParams, TurnSample, VersionSpan
+from mimo.types import (
+  Candidates,
+  FinishReason,
+  Routes,
+  RouteShape,
+  SamplingParams,
+  TurnSample,
+  VersionSpan,
+)
 
 PARAMS = SamplingParams(
   temperature=1.0, top_p=1.0, top_k=0, candidates=3, max_turn_tokens=4, stop_ids=(1, 9)
@@ -102,3 +110,47 @@ def _candidates(**changes):
 def test_streams_that_are_no_record_of_a_distribution_are_refused(change, message):
   with pytest.raises(SamplerError, match=message):
     _streams(**change)
+
+
+# Tokens 3 and 4 of a model of two layers; nothing is known of the second layer of token 4.
+SHAPE = RouteShape(layers=2, experts=5, per_token=2)
+ROUTES = Routes(3, np.array([[[0, 4], [2, 1]], [[3, 1], [-1, -1]]], np.int16))
+
+
+def _routes(*changes):
+  ids = ROUTES.ids.copy()
+  for where, value in changes:
+    ids[where] = value
+  return Routes(3, ids)
+
+
+def test_good_routes_pass():
+  contract.check_routes(ROUTES, SHAPE, start=3, end=5)
+  contract.check_routes(Routes(3, ROUTES.ids[:0]), SHAPE, start=3, end=3)
+  contract.check_routes(None, None, start=3, end=5)
+
+
+@pytest.mark.parametrize(
+  ('routes', 'message'),
+  [
+    (None, r'routes are missing; expected those of RouteShape\(layers=2, experts=5, per_token=2\)'),
+    (Routes(2, ROUTES.ids), r'routes of tokens \[2, 4\); expected \[3, 5\)'),
+    (Routes(4, ROUTES.ids), r'routes of tokens \[4, 6\); expected \[3, 5\)'),
+    (Routes(3, ROUTES.ids[:1]), r'routes of tokens \[3, 4\); expected \[3, 5\)'),
+    (Routes(3, ROUTES.ids[:, :1]), r'int16 \[2, 1, 2\]; expected int16 \[2, 2, 2\]'),
+    (Routes(3, ROUTES.ids[..., :1]), r'int16 \[2, 2, 1\]; expected int16 \[2, 2, 2\]'),
+    (Routes(3, ROUTES.ids.astype(np.int32)), r'routes are int32 \[2, 2, 2\]; expected int16'),
+    (_routes(((0, 1, 0), 5)), r'routes run from -1 to 5; expected \[0, 5\)'),
+    (_routes(((0, 1, 0), -2)), r'routes run from -2 to 4'),
+    (_routes(((1, 0, 1), 3)), r'token 4 goes to experts \[3, 3\] in layer 0; expected distinct'),
+    (_routes(((1, 1, 0), 3)), r'token 4 goes to experts \[3, -1\] in layer 1; expected distinct'),
+  ],
+)
+def test_routes_of_other_tokens_or_no_model_are_refused(routes, message):
+  with pytest.raises(SamplerError, match=message):
+    contract.check_routes(routes, SHAPE, start=3, end=5)
+
+
+def test_routes_that_are_not_stated_are_refused():
+  with pytest.raises(SamplerError, match='routes are told; expected none, as the sampler states'):
+    contract.check_routes(ROUTES, None, start=3, end=5)

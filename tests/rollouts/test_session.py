@@ -7,7 +7,7 @@ import pytest
 from mimo.rollouts import session
 from mimo.rollouts.session import EpisodeSpec, run_episode
 from mimo.samplers.base import SamplerError
-from mimo.types import EpisodeEnd, FinishReason, PromptRef, Turn, VersionSpan
+from mimo.types import EpisodeEnd, FinishReason, PromptRef, Routes, RouteShape, Turn, VersionSpan
 
 KEY = np.array([1, 2], np.uint32)
 
@@ -17,10 +17,10 @@ def _spec(kit, **changes):
   return dataclasses.replace(spec, **changes)
 
 
-def _play(kit, script, *, task=None, max_tokens=64, **changes):
+def _play(kit, script, *, task=None, max_tokens=64, routes=None, **changes):
   """Returns (attempt, sampler, task) of one episode, released however it ended."""
   task = task or kit.TinyTask()
-  sampler = kit.sampler(script, max_tokens=max_tokens)
+  sampler = kit.sampler(script, max_tokens=max_tokens, routes=routes)
   attempt = kit.run(run_episode(task, sampler, _spec(kit, **changes)))
   assert sampler.released == ['s'] and sampler.open_sessions == ()
   assert task.closed == task.opened
@@ -54,6 +54,29 @@ def test_streams_of_two_turns_by_hand(kit):
   assert [call.tokens.tolist() for call in sampler.calls] == [[2, 19], [2, 19, 12, 20, 1, 3, 4]]
   assert all(call.key is KEY for call in sampler.calls)
   assert task.steps == [([12, 20, 1], FinishReason.STOP), ([10, 1], FinishReason.STOP)]
+
+
+SHAPE = RouteShape(layers=2, experts=7, per_token=3)
+
+
+def test_routes_of_two_turns_by_hand(kit):
+  """Token t goes to experts t, t + 1, t + 2 in layer 0; a turn's last one runs in the next."""
+  script = _turns([kit.GO_ON, 20, kit.STOP], [kit.WIN, kit.STOP])
+  t = _play(kit, script, routes=SHAPE)[0].trajectory
+  assert t.routes.shape == (9, 2, 3) and t.routes.dtype == np.int16
+  assert t.routes[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 0, -1]
+  assert t.routes[:, 1, 2].tolist() == [3, 4, 5, 6, 0, 1, 2, 3, -1]
+  assert _play(kit, script)[0].trajectory.routes is None
+
+
+def test_routes_that_are_shifted_lose_the_episode_by_name(kit):
+  shifted = Routes(1, np.zeros((3, 2, 3), np.int16))
+  script = lambda call: _one_turn(kit, routes=shifted)
+  attempt, _, task = _play(kit, script, routes=SHAPE)
+  assert attempt.error == (
+    'routes of tokens [1, 4); expected [0, 3): those not told yet that were run'
+  )
+  assert attempt.trajectory.end is EpisodeEnd.SAMPLER_FAILURE and not task.steps
 
 
 def test_versions_that_change_between_and_within_turns(kit):

@@ -224,3 +224,67 @@ def test_refused_arguments():
     pack(good, temperature=0.5)
   with pytest.raises(ValueError, match='bucket rows is 0; expected at least 1'):
     packing.Bucket(tokens=1, trained=1, rows=0)
+
+
+SHAPE = types.RouteShape(layers=2, experts=900, per_token=3)
+
+
+def routed(mask, *, first):
+  """Each id is of one token, layer and place; of the last token nothing is known."""
+  made = trajectory(mask, first=first)
+  ids = np.arange(len(mask) * 6, dtype=np.int16).reshape(len(mask), 2, 3) + 100 * first
+  ids[-1] = -1
+  return dataclasses.replace(made, routes=ids)
+
+
+def test_routes_stay_with_the_token_that_took_them():
+  """The routes at a trained token's `predict` are those of the token before it."""
+  members = [routed('..s.ss', first=1), trajectory('.ss', first=2), routed('.sss.', first=3)]
+  batch = packing.pack(
+    members,
+    np.zeros(3),
+    buckets=BUCKETS,
+    num_candidates=K,
+    sources=SOURCES,
+    temperature=1.0,
+    routes=SHAPE,
+  )
+  (micro,) = batch.micro
+  assert micro.routes.shape == (2, 12, 2, 3) and micro.routes.dtype == np.int16
+  left = micro.routes.copy()
+  for member, at in zip(members, batch.placements, strict=True):
+    row = slice(at.token, at.token + len(member.tokens))
+    ids = np.full((len(member.tokens), 2, 3), -1) if member.routes is None else member.routes
+    np.testing.assert_array_equal(micro.routes[at.row, row], ids)
+    for m, t in enumerate(np.flatnonzero(member.sampled)):
+      index = micro.predict[at.row, at.trained + m]
+      np.testing.assert_array_equal(micro.routes[at.row, index], ids[t - 1])
+    left[at.row, row] = -1
+  assert (left == -1).all()
+  assert micro.routes[0, 0].tolist() == [[100, 101, 102], [103, 104, 105]]
+
+
+def test_routes_are_left_out_unless_asked_for():
+  (micro,) = pack([routed('..s', first=1)]).micro
+  assert micro.routes is None
+
+
+@pytest.mark.parametrize(
+  ('shape', 'message'),
+  [
+    (types.RouteShape(3, 900, 3), r'have shape \(3, 2, 3\); expected \(3, 3, 3\)'),
+    (types.RouteShape(2, 900, 2), r'have shape \(3, 2, 3\); expected \(3, 2, 2\)'),
+    (types.RouteShape(2, 111, 3), 'name expert 111; expected less than 111'),
+  ],
+)
+def test_routes_of_another_model(shape, message):
+  with pytest.raises(ValueError, match='group 1, member 0: routes ' + message):
+    packing.pack(
+      [routed('..s', first=1)],
+      [0.0],
+      buckets=BUCKETS,
+      num_candidates=K,
+      sources=SOURCES,
+      temperature=1.0,
+      routes=shape,
+    )

@@ -59,7 +59,8 @@ def test_every_mesh_gives_the_same_update(model, params, batch, sizes, capfd):
 
 # The whole matrix is `python -m benchmarks.sharding_matrix`.
 @pytest.mark.parametrize(
-  ('name', 'meshes'), [('dense', ('context=8', 'fsdp=2,context=2,tensor=2'))]
+  ('name', 'meshes'),
+  [('dense', ('fsdp=2,context=2,tensor=2',)), ('hybrid', ('expert=4,context=2',))],
 )
 def test_packed_rows_cross_devices(name, meshes):
   case = sharding_matrix.make_case(name)
@@ -89,7 +90,7 @@ def test_micro_batches_split_where_they_divide(batch):
   (micro,) = batch.micro
   mesh = sharding.make_mesh(data=2, expert=2, context=2)
   for rows, spec in ((8, ('data', 'expert')), (6, ('data',)), (3, None)):
-    placed = sharding.place(packing.MicroBatch(*(x[:rows] for x in micro)), mesh)
+    placed = sharding.place(jax.tree.map(lambda x, rows=rows: x[:rows], micro), mesh)
     assert placed.tokens.sharding.spec == P(spec, ('context',))
     assert placed.candidate_ids.sharding.spec == P(spec, ('context',), None)
     np.testing.assert_array_equal(placed.targets, micro.targets[:rows])
