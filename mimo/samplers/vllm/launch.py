@@ -46,6 +46,8 @@ class ServerSettings:
     patches: of `PATCHES`.
     tokenizer: loads the view's tokenizer, which only text routes need.
     sampling_mask: on GPUs, has vLLM return the kept set of each draw.
+    routes: has vLLM return the experts that tokens are sent to. Its model runner for that needs
+      Triton: on CPU, a build of it with a CPU backend.
     extra: more arguments of the server, as on a command line.
   """
 
@@ -65,6 +67,7 @@ class ServerSettings:
   patches: tuple[str, ...] = ()
   tokenizer: bool = False
   sampling_mask: bool = False
+  routes: bool = False
   extra: tuple[str, ...] = ()
 
   def __post_init__(self) -> None:
@@ -81,6 +84,8 @@ class ServerSettings:
         raise ValueError(f'unknown patch {patch!r}; expected one of {list(PATCHES)}')
     if self.sampling_mask and self.device == 'cpu':
       raise ValueError("sampling_mask needs a model runner that vLLM has for device='gpu' only")
+    if self.routes and not self.prefix_caching:
+      raise ValueError('routes is True and prefix_caching is False; expected True: vLLM needs it')
 
 
 def server_command(settings: ServerSettings, python: str = sys.executable) -> list[str]:
@@ -108,6 +113,8 @@ def server_command(settings: ServerSettings, python: str = sys.executable) -> li
     command += ['--skip-tokenizer-init']
   if settings.sampling_mask:
     command += ['--return-sampling-mask']
+  if settings.routes:
+    command += ['--enable-return-routed-experts']
   return command + list(settings.extra)
 
 
@@ -124,6 +131,8 @@ def server_environment(settings: ServerSettings, base: Mapping[str, str]) -> dic
   # Candidates of a request are arrays of some hundred bytes: a message frame for each, from the
   # engine to the API server, costs more than a copy.
   environment.setdefault('VLLM_MSGPACK_ZERO_COPY_THRESHOLD', '16384')
+  if settings.routes:
+    environment['VLLM_USE_V2_MODEL_RUNNER'] = '1'  # the other one has no routes
   if settings.device == 'cpu':
     # vLLM reads whole GiB.
     environment['VLLM_CPU_KVCACHE_SPACE'] = str(max(1, round(settings.cpu_cache_gib)))

@@ -11,9 +11,9 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from mimo.types import Version
+from mimo.types import RouteShape, Version
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 # Under a prefix that vLLM's --api-key guards.
 GENERATE_PATH = '/inference/mimo/generate'
@@ -148,6 +148,7 @@ class Status:
     tokens: drawn since it started.
     steps: of its engine since it started; grows with prefill too.
     patches: changes to vLLM that were asked for and made, by name.
+    routes: the shape of the routes that turns can tell; None where they can't.
     logprob_mode: vLLM's `logprobs_mode`.
     logits_dtype: the dtype of log-probs and of the sampler's logits.
     kv_cache_dtype: 'bf16', 'fp8' or as vLLM names it.
@@ -177,6 +178,7 @@ class Status:
   max_running: int
   tested: bool
   patches: tuple[str, ...]
+  routes: RouteShape | None = None
 
   def encode(self) -> bytes:
     return json.dumps({'protocol': PROTOCOL, **dataclasses.asdict(self)}).encode()
@@ -193,6 +195,8 @@ def _status(raw: Mapping[str, Any]) -> Status:
   if stated['version'] is not None:
     stated['version'] = Version(**stated['version'])
   stated['patches'] = tuple(stated['patches'])
+  if stated['routes'] is not None:
+    stated['routes'] = RouteShape(**stated['routes'])
   return Status(**stated)
 
 

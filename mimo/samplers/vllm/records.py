@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mimo.types import Candidates, FinishReason, TurnSample, VersionSpan
+from mimo.types import ROUTE_DTYPE, Candidates, FinishReason, Routes, TurnSample, VersionSpan
 
 # A recorded support whose mass misses 1 by more than this is no support.
 SUPPORT_TOLERANCE = 1e-3
@@ -38,6 +38,7 @@ class FlatRecord:
     spans: (version, start, end), in order.
     kept: per token, the ids of the kept set as the engine's sampling mask has them; None where it
       gives none.
+    routes: the experts that tokens were sent to, where they were asked for.
   """
 
   tokens: np.ndarray
@@ -46,6 +47,7 @@ class FlatRecord:
   finish: FinishReason
   spans: Sequence[tuple[int, int, int]]
   kept: Sequence[Sequence[int]] | None = None
+  routes: Routes | None = None
 
 
 def requested_logprobs(candidates: int, vocab_size: int) -> int:
@@ -97,7 +99,21 @@ def turn_sample(record: FlatRecord, *, candidates: int) -> TurnSample:
     full_support=full_support,
     finish=record.finish,
     spans=tuple(VersionSpan(start, end, version) for version, start, end in record.spans),
+    routes=record.routes,
   )
+
+
+def told_routes(ids: np.ndarray | None, *, start: int, end: int) -> Routes:
+  """Returns the routes that vLLM told of tokens `[start, end)`, of whatever dtype it has them in.
+
+  Raises RecordError where it told none, or of other tokens.
+  """
+  if ids is None or ids.ndim != 3 or len(ids) != end - start:
+    raise RecordError(
+      f'routes {"are missing" if ids is None else f"have shape {ids.shape}"}; expected those of '
+      f'tokens [{start}, {end})'
+    )
+  return Routes(start, ids.astype(ROUTE_DTYPE))
 
 
 def _check_mask(

@@ -25,7 +25,7 @@ from mimo.samplers.vllm.messages import (
 )
 from mimo.samplers.vllm.records import FlatRecord, RecordError, turn_sample
 from mimo.samplers.vllm.view_files import read_layout
-from mimo.types import FinishReason
+from mimo.types import FinishReason, RouteShape
 
 _log = logging.getLogger('vllm.mimo')
 
@@ -60,6 +60,10 @@ class TurnEngine(Engine, Protocol):
   @property
   def temperatures(self) -> tuple[float, float]:
     """The smallest and largest temperature beside 0."""
+
+  @property
+  def routes(self) -> RouteShape | None:
+    """The shape of the routes that its turns can tell; None where they can't."""
 
   @property
   def dead(self) -> bool: ...
@@ -218,6 +222,10 @@ class Routes:
       bad = f'candidates is {sampling.candidates}; expected at most {engine.max_candidates}'
     elif sampling.temperature and not low <= sampling.temperature <= high:
       bad = f'temperature is {sampling.temperature}; expected 0 or a number in [{low}, {high}]'
+    elif request.routes_from is not None and engine.routes is None:
+      bad = 'routes are asked for; expected a server that tells them'
+    elif request.routes_from is not None and not 0 <= request.routes_from <= len(tokens):
+      bad = f'routes_from is {request.routes_from}; expected a number in [0, {len(tokens)}]'
     elif request.keep_alive_secs <= 0:
       bad = f'keep_alive_secs is {request.keep_alive_secs}; expected a positive number'
     if bad is not None:

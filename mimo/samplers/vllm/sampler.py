@@ -146,7 +146,8 @@ class VllmSampler:
       )
     if room < params.max_turn_tokens:
       params = dataclasses.replace(params, max_turn_tokens=room)
-    task = asyncio.ensure_future(self._turn(session, tokens, params, key))
+    untold = None if self._contract.routes is None else max(len(held) - 1, 0)
+    task = asyncio.ensure_future(self._turn(session, tokens, params, key, untold))
     self._tasks.add(task)
     try:
       sample = await task
@@ -180,7 +181,12 @@ class VllmSampler:
       raise SamplerError(f'{self._name}: the sampler is closed')
 
   async def _turn(
-    self, session: str, tokens: np.ndarray, params: SamplingParams, key: np.ndarray
+    self,
+    session: str,
+    tokens: np.ndarray,
+    params: SamplingParams,
+    key: np.ndarray,
+    routes_from: int | None,
   ) -> TurnSample:
     """Draws one turn, in as many tries as it may take. Raises SamplerError."""
     request = GenerateRequest(
@@ -190,6 +196,7 @@ class VllmSampler:
       seed=_seed(key, len(tokens)),
       min_version=None,
       keep_alive_secs=self._limits.keep_alive_secs,
+      routes_from=routes_from,
     )
     now = asyncio.get_running_loop().time
     give_up_at = now() + self._retry.recovery_secs
@@ -232,6 +239,8 @@ def check_status(status: Status, contract: SamplerContract, *, candidates: int) 
       raise ValueError(f'{name} is {getattr(status, name)!r}; expected {stated!r}')
   if status.vocab_size != contract.vocab_size:
     raise ValueError(f'vocabulary of {status.vocab_size}; expected {contract.vocab_size}')
+  if contract.routes is not None and status.routes != contract.routes:
+    raise ValueError(f'routes are {status.routes}; expected {contract.routes}')
   at_least = {
     'max_tokens': contract.max_tokens,
     'max_candidates': min(candidates, contract.vocab_size),

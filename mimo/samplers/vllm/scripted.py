@@ -15,12 +15,14 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 from aiohttp import web
 
+from mimo.samplers.scripted import scripted_routes
 from mimo.samplers.vllm import messages, wire
 from mimo.samplers.vllm.client import allow_files
 from mimo.samplers.vllm.messages import Activation, Failure, Outcome, Status
-from mimo.types import Candidates, FinishReason, TurnSample, Version, VersionSpan
+from mimo.types import Candidates, FinishReason, RouteShape, TurnSample, Version, VersionSpan
 
 _MAX_CONNECTIONS = 2048
+_ROUTES = RouteShape(layers=2, experts=8, per_token=2)
 
 
 class ScriptedTurn:
@@ -107,6 +109,7 @@ class ScriptedServer:
       max_running=4096,
       tested=True,
       patches=(),
+      routes=_ROUTES,
     )
     self.requests: list[wire.GenerateRequest] = []
     self.activations: list[Activation] = []
@@ -192,6 +195,9 @@ def draw(request: wire.GenerateRequest, version: int) -> TurnSample:
   tokens = ((int(request.tokens[-1]) + 1 + np.arange(length)) % 128).astype(np.int32)
   both = np.stack([tokens, (tokens + 1) % 128], axis=1)
   half = np.full(both.shape, np.log(0.5), np.float32)
+  routes = None
+  if request.routes_from is not None:
+    routes = scripted_routes(_ROUTES, request.routes_from, len(request.tokens) + length - 1)
   return TurnSample(
     tokens=tokens,
     logps=half[:, 0],
@@ -199,6 +205,7 @@ def draw(request: wire.GenerateRequest, version: int) -> TurnSample:
     full_support=np.ones(length, bool),
     finish=FinishReason.LENGTH,
     spans=(VersionSpan(0, length, version),),
+    routes=routes,
   )
 
 

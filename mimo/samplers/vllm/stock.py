@@ -7,6 +7,8 @@ labels that `/update_weight_version` set, read as publication numbers.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +18,7 @@ import numpy as np
 from mimo.samplers.vllm import records
 from mimo.samplers.vllm.messages import CorruptError, from_json
 from mimo.samplers.vllm.wire import GenerateRequest
-from mimo.types import FinishReason, TurnSample
+from mimo.types import FinishReason, Routes, TurnSample
 
 PATH = '/inference/v1/generate'
 
@@ -37,6 +39,8 @@ def encode(request: GenerateRequest) -> bytes:
     'logprobs': sampling.candidates + 1,
     'seed': request.seed,
   }
+  if request.routes_from is not None:
+    stated['routed_experts_prompt_start'] = request.routes_from
   return json.dumps(
     {
       'request_id': request.request,
@@ -72,11 +76,22 @@ def _sample(raw: Mapping[str, Any], request: GenerateRequest) -> TurnSample:
     top = _most_likely(entry['top_logprobs'])
     ids[row, 1 : 1 + len(top)] = [i for i, _ in top]
     logps[row, 1 : 1 + len(top)] = [logp for _, logp in top]
-  record = records.FlatRecord(tokens, ids, logps, _finish(choice), spans)
   try:
+    routes = _routes(choice, request)
+    record = records.FlatRecord(tokens, ids, logps, _finish(choice), spans, routes=routes)
     return records.turn_sample(record, candidates=request.sampling.candidates)
   except records.RecordError as error:
     raise CorruptError(str(error)) from None
+
+
+def _routes(choice: Mapping[str, Any], request: GenerateRequest) -> Routes | None:
+  """Reads the routes, which come as a base64 of an .npy file, where they were asked for."""
+  if request.routes_from is None:
+    return None
+  told = choice['routed_experts']
+  ids = None if told is None else np.load(io.BytesIO(base64.b64decode(told)), allow_pickle=False)
+  end = len(request.tokens) + len(choice['token_ids']) - 1
+  return records.told_routes(ids, start=request.routes_from, end=end)
 
 
 def _most_likely(entries: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:

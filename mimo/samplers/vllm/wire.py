@@ -10,9 +10,11 @@ or altered raises; nothing is guessed. Numbers are little-endian, arrays are lai
 nothing here knows HTTP or vLLM.
 
     frame   = 'mimo' kind:u8 0:u8[3] length:u32 crc32(kind, payload):u32 payload
-    result  = S:u32 C:u32 spans:u32 finish:u8 0:u8[3]
+    result  = S:u32 C:u32 spans:u32 finish:u8 0:u8[3] start:u32 N:u32 L:u16 k:u16
               spans:i64[spans, 3] ids:i32[S] logps:f32[S] counts:u32[S] candidate_ids:i32[C]
-              candidate_logps:f32[C] full_support:bits[S]
+              candidate_logps:f32[C] full_support:bits[S] routes:i16[N, L, k]
+
+Routes are of N tokens from `start` of the prompt on; L is 0 where there are none.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import math
 import struct
 import zlib
 from collections.abc import Mapping
@@ -35,7 +38,7 @@ from mimo.samplers.vllm.messages import (
   check_protocol,
   from_json,
 )
-from mimo.types import Candidates, FinishReason, SamplingParams, TurnSample, VersionSpan
+from mimo.types import Candidates, FinishReason, Routes, SamplingParams, TurnSample, VersionSpan
 
 REQUEST_TYPE = 'application/x-mimo-request'
 FRAMES_TYPE = 'application/x-mimo-frames'
@@ -43,9 +46,10 @@ FRAMES_TYPE = 'application/x-mimo-frames'
 _MAGIC = b'mimo'
 _REQUEST = struct.Struct('<4sIII')  # magic, header bytes, number of ids, crc32 of the rest
 _FRAME = struct.Struct('<4sB3xII')  # magic, kind, payload bytes, crc32 of kind and payload
-_RESULT = struct.Struct('<IIIB3x')
+_RESULT = struct.Struct('<IIIB3xIIHH')
 _KEEP_ALIVE = struct.Struct('<I')
 _MAX_PAYLOAD_BYTES = 1 << 30
+_NO_ROUTES = Routes(0, np.zeros((0, 0, 0), np.int16))
 _FINISHES = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT)
 
 
@@ -60,6 +64,7 @@ class GenerateRequest:
     seed: of this request's random numbers, in [0, 2**63); None leaves it to the server.
     min_version: the oldest publication number that may serve it; None takes any.
     keep_alive_secs: how long the answer may be silent.
+    routes_from: the first token whose routes the answer is to tell; None for no routes.
   """
 
   request: str
@@ -68,12 +73,12 @@ class GenerateRequest:
   seed: int | None
   min_version: int | None
   keep_alive_secs: float
+  routes_from: int | None = None
 
   def encode(self) -> bytes:
     sampling = dataclasses.asdict(self.sampling)
-    fields = {
-      name: getattr(self, name) for name in ('request', 'seed', 'min_version', 'keep_alive_secs')
-    }
+    names = ('request', 'seed', 'min_version', 'keep_alive_secs', 'routes_from')
+    fields = {name: getattr(self, name) for name in names}
     header = json.dumps({'protocol': PROTOCOL, 'sampling': sampling, **fields}).encode()
     rest = header + np.ascontiguousarray(self.tokens, '<i4').tobytes()
     return _REQUEST.pack(_MAGIC, len(header), len(self.tokens), zlib.crc32(rest)) + rest
@@ -105,6 +110,7 @@ def _request(raw: Mapping[str, Any], tokens: np.ndarray) -> GenerateRequest:
     seed=raw['seed'],
     min_version=raw['min_version'],
     keep_alive_secs=float(raw['keep_alive_secs']),
+    routes_from=raw['routes_from'],
   )
 
 
@@ -141,8 +147,14 @@ def encode_result(sample: TurnSample) -> bytes:
   """Returns the frame of a turn."""
   spans = np.array([[s.start, s.end, s.version] for s in sample.spans], '<i8').reshape(-1, 3)
   counts = np.diff(sample.candidates.offsets).astype('<u4')
+  routes = sample.routes or _NO_ROUTES
   head = _RESULT.pack(
-    len(sample.tokens), len(sample.candidates.ids), len(spans), _FINISHES.index(sample.finish)
+    len(sample.tokens),
+    len(sample.candidates.ids),
+    len(spans),
+    _FINISHES.index(sample.finish),
+    routes.start,
+    *routes.ids.shape,
   )
   arrays = (
     spans,
@@ -152,6 +164,7 @@ def encode_result(sample: TurnSample) -> bytes:
     sample.candidates.ids.astype('<i4', copy=False),
     sample.candidates.logps.astype('<f4', copy=False),
     np.packbits(sample.full_support),
+    routes.ids.astype('<i2', copy=False),
   )
   return _frame(FrameKind.RESULT, b''.join([head, *(array.tobytes() for array in arrays)]))
 
@@ -204,13 +217,14 @@ def decode_result(payload: bytes) -> TurnSample:
   """
   if len(payload) < _RESULT.size:
     raise TruncatedError(f'a result of {len(payload)} bytes; expected at least {_RESULT.size}')
-  num_tokens, num_candidates, num_spans, finish = _RESULT.unpack_from(payload)
+  num_tokens, num_candidates, num_spans, finish, start, *shape = _RESULT.unpack_from(payload)
   words, pairs = 4 * num_tokens, 4 * num_candidates
-  sizes = (24 * num_spans, words, words, words, pairs, pairs, (num_tokens + 7) // 8)
+  told = 2 * math.prod(shape)
+  sizes = (24 * num_spans, words, words, words, pairs, pairs, (num_tokens + 7) // 8, told)
   _expect_size('a result', len(payload), _RESULT.size + sum(sizes))
   starts = np.cumsum([_RESULT.size, *sizes]).tolist()
-  dtypes = ('<i8', '<i4', '<f4', '<u4', '<i4', '<f4', 'u1')
-  spans, tokens, logps, counts, ids, candidate_logps, bits = (
+  dtypes = ('<i8', '<i4', '<f4', '<u4', '<i4', '<f4', 'u1', '<i2')
+  spans, tokens, logps, counts, ids, candidate_logps, bits, routes = (
     np.frombuffer(payload, dtype, size // np.dtype(dtype).itemsize, start)
     for dtype, size, start in zip(dtypes, sizes, starts, strict=False)
   )
@@ -228,6 +242,7 @@ def decode_result(payload: bytes) -> TurnSample:
     full_support=np.unpackbits(bits, count=num_tokens).astype(bool),
     finish=_FINISHES[finish],
     spans=versions,
+    routes=Routes(start, routes.reshape(shape)) if shape[1] else None,
   )
 
 

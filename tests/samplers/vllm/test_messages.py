@@ -3,7 +3,7 @@ import json
 import pytest
 
 from mimo.samplers.vllm.messages import Activation, CorruptError, Failure, Outcome, Status
-from mimo.types import Version
+from mimo.types import RouteShape, Version
 
 ACTIVATION = Activation(
   version=Version(number=3, incarnation=1, update=2),
@@ -31,6 +31,7 @@ STATUS = Status(
   max_running=64,
   tested=True,
   patches=('moe_reload',),
+  routes=RouteShape(40, 256, 8),
 )
 
 
@@ -51,8 +52,8 @@ def test_a_missing_key_or_a_cut_body_is_corrupt(message):
 
 
 def test_another_protocol_is_refused():
-  body = ACTIVATION.encode().replace(b'"protocol": 1', b'"protocol": 2')
-  with pytest.raises(CorruptError, match='protocol 2; expected 1'):
+  body = ACTIVATION.encode().replace(b'"protocol": 2', b'"protocol": 1')
+  with pytest.raises(CorruptError, match='protocol 1; expected 2'):
     Activation.decode(body)
 
 

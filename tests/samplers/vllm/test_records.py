@@ -3,7 +3,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mimo.samplers.vllm.records import FlatRecord, RecordError, requested_logprobs, turn_sample
+from mimo.samplers.vllm.records import (
+  FlatRecord,
+  RecordError,
+  requested_logprobs,
+  told_routes,
+  turn_sample,
+)
 from mimo.types import FinishReason, VersionSpan
 
 OUT = -np.inf
@@ -121,3 +127,25 @@ def test_a_mask_that_the_cap_cut_is_a_head():
   assert turn_sample(record, candidates=2).full_support.tolist() == [False]
   with pytest.raises(RecordError, match='expected fewer'):
     turn_sample(dataclasses.replace(record, kept=[[5, 7]]), candidates=2)
+
+
+def test_routes_of_whatever_dtype():
+  for dtype in (np.uint8, np.uint16):
+    routes = told_routes(np.array([[[200, 3]], [[0, 255]]], dtype), start=4, end=6)
+    assert routes.start == 4 and routes.ids.dtype == np.int16
+    assert routes.ids.tolist() == [[[200, 3]], [[0, 255]]]
+  record = _record([7], [[7, 7]], [[1.0, 1.0]], routes=routes)
+  assert turn_sample(record, candidates=1).routes is routes
+
+
+@pytest.mark.parametrize(
+  ('ids', 'message'),
+  [
+    (None, r'routes are missing; expected those of tokens \[4, 6\)'),
+    (np.zeros((3, 1, 2), np.uint8), r'have shape \(3, 1, 2\); expected those of tokens \[4, 6\)'),
+    (np.zeros((2, 2), np.uint8), r'have shape \(2, 2\)'),
+  ],
+)
+def test_routes_of_other_tokens(ids, message):
+  with pytest.raises(RecordError, match=message):
+    told_routes(ids, start=4, end=6)

@@ -33,6 +33,7 @@ class Output:
   new_logprobs: Logprobs | None = None
   finish_reason: str | None = None
   events: list[str] | None = None
+  routed_experts: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -55,6 +56,25 @@ def _output(name, token, width=3, **fields):
   ids = np.array([[token, *range(1, width)]])
   logps = np.full((1, width), -float(token))
   return Output(name, [token], Logprobs(ids, logps, np.array([token])), **fields)
+
+
+def test_routes_are_merged_in_order():
+  """The first output has those of the prompt, and is sent; one that is sent alone keeps its own."""
+  held = _held()
+  told = [np.arange(8, dtype=np.uint8).reshape(4, 1, 2)]
+  told += [np.full((1, 1, 2), 10 + step, np.uint8) for step in range(3)]
+  sent = []
+  for step, rows in enumerate([*told, None]):
+    finish = 'stop' if step == 4 else None
+    output = _output('a', step, routed_experts=rows, finish_reason=finish)
+    sent += held.hold([output], REQUESTS)
+  first, last = sent
+  assert first.routed_experts is told[0]
+  assert last.new_token_ids == [1, 2, 3, 4]
+  assert last.routed_experts.dtype == np.uint8
+  assert last.routed_experts.tolist() == [[[10, 10]], [[11, 11]], [[12, 12]]]
+  (alone,) = held.hold([_output('b', 1)], REQUESTS)
+  assert alone.routed_experts is None
 
 
 REQUESTS = {'a': Request(Params(IN_BLOCKS)), 'b': Request(Params(IN_BLOCKS), client_index=2)}

@@ -1,5 +1,8 @@
 """vLLM's own route, from bodies written by hand after what vLLM 0.32 answers."""
 
+import base64
+import dataclasses
+import io
 import json
 
 import numpy as np
@@ -24,13 +27,14 @@ def _entry(drawn: int, *top: tuple[int, float]) -> dict:
   }
 
 
-def _body(*entries: dict, finish: str = 'length', versions=((7, 0, 2),)) -> bytes:
+def _body(*entries: dict, finish='length', versions=((7, 0, 2),), routes=None) -> bytes:
   choice = {
     'index': 0,
     'finish_reason': finish,
     'token_ids': [entry['token_id'] for entry in entries],
     'weight_versions': [{'version': str(v), 'start': s, 'end': e} for v, s, e in versions],
     'logprobs': {'content': list(entries)},
+    'routed_experts': routes,
   }
   return json.dumps({'choices': [choice]}).encode()
 
@@ -101,3 +105,23 @@ def test_versions_are_numbers_and_an_older_one_is_refused() -> None:
 def test_what_contradicts_itself_is_corrupt(body: bytes) -> None:
   with pytest.raises(CorruptError):
     stock.decode(body, _request())
+
+
+def test_routes_where_they_are_asked_for() -> None:
+  """A prompt of two and two drawn: three were run, and of the first an earlier turn told."""
+  request = dataclasses.replace(_request(), routes_from=1)
+  stated = json.loads(stock.encode(request))['sampling_params']
+  assert stated['routed_experts_prompt_start'] == 1
+  assert (
+    'routed_experts_prompt_start' not in json.loads(stock.encode(_request()))['sampling_params']
+  )
+  entries = (_entry(9, (9, HALF), (4, HALF)),) * 2
+  file = io.BytesIO()
+  np.save(file, np.array([[[3, 200]], [[1, 0]]], np.uint8))
+  told = base64.b64encode(file.getvalue()).decode()
+  sample = stock.decode(_body(*entries, routes=told), request)
+  assert sample.routes is not None and sample.routes.start == 1
+  assert sample.routes.ids.tolist() == [[[3, 200]], [[1, 0]]]
+  assert stock.decode(_body(*entries, routes=told), _request()).routes is None
+  with pytest.raises(CorruptError, match=r'routes are missing; expected those of tokens \[1, 3\)'):
+    stock.decode(_body(*entries), request)

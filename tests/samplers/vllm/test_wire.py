@@ -6,7 +6,7 @@ import pytest
 
 from mimo.samplers.vllm import wire
 from mimo.samplers.vllm.messages import CorruptError, Failure, Outcome, TruncatedError
-from mimo.types import Candidates, FinishReason, SamplingParams, TurnSample, VersionSpan
+from mimo.types import Candidates, FinishReason, Routes, SamplingParams, TurnSample, VersionSpan
 
 SAMPLING = SamplingParams(
   temperature=0.7, top_p=0.97, top_k=64, candidates=128, max_turn_tokens=32, stop_ids=(3, 5)
@@ -21,6 +21,7 @@ def _request() -> wire.GenerateRequest:
     seed=2**63 - 1,
     min_version=4,
     keep_alive_secs=2.5,
+    routes_from=2,
   )
 
 
@@ -38,6 +39,7 @@ def _sample(tokens: int = 3) -> TurnSample:
     full_support=np.array([True, False, True])[:tokens],
     finish=FinishReason.STOP,
     spans=(VersionSpan(0, 1, 3), VersionSpan(1, 3, 4)) if tokens else (),
+    routes=Routes(2, np.arange(-1, 19, dtype=np.int16).reshape(5, 2, 2) * 16) if tokens else None,
   )
 
 
@@ -49,6 +51,11 @@ def _assert_equal(got: TurnSample, expected: TurnSample) -> None:
   np.testing.assert_array_equal(got.candidates.logps, expected.candidates.logps)
   np.testing.assert_array_equal(got.full_support, expected.full_support)
   assert (got.finish, got.spans) == (expected.finish, expected.spans)
+  if expected.routes is None:
+    assert got.routes is None
+  else:
+    assert got.routes.start == expected.routes.start and got.routes.ids.dtype == np.int16
+    np.testing.assert_array_equal(got.routes.ids, expected.routes.ids)
   assert got.tokens.dtype == np.int32 and got.logps.dtype == np.float32
   assert got.full_support.dtype == bool and got.candidates.offsets.dtype == np.int64
 
@@ -58,7 +65,7 @@ def test_request_round_trip():
   np.testing.assert_array_equal(got.tokens, [7, 0, 511])
   assert got.tokens.dtype == np.int32
   assert (got.request, got.sampling, got.seed) == ('s-1', SAMPLING, 2**63 - 1)
-  assert (got.min_version, got.keep_alive_secs) == (4, 2.5)
+  assert (got.min_version, got.keep_alive_secs, got.routes_from) == (4, 2.5, 2)
 
 
 def test_every_cut_and_every_altered_byte_of_a_request_is_found():
@@ -115,9 +122,11 @@ def test_layout_of_a_result():
     full_support=np.array([True]),
     finish=FinishReason.LENGTH,
     spans=(VersionSpan(0, 1, 6),),
+    routes=Routes(4, np.array([[[3, 258]]], np.int16)),  # of token 4, in the one layer
   )
-  payload = struct.pack('<IIIB3x', 1, 1, 1, 1) + struct.pack('<qqq', 0, 1, 6)
+  payload = struct.pack('<IIIB3xIIHH', 1, 1, 1, 1, 4, 1, 1, 2) + struct.pack('<qqq', 0, 1, 6)
   payload += struct.pack('<ifI', 9, -0.5, 1) + struct.pack('<if', 2, -1.5) + b'\x80'
+  payload += b'\x03\x00\x02\x01'
   head = struct.pack('<4sB3xII', b'mimo', 2, len(payload), zlib.crc32(b'\x02' + payload))
   assert wire.encode_result(sample) == head + payload
 
@@ -148,7 +157,7 @@ def test_a_payload_that_contradicts_itself_is_corrupt():
   with pytest.raises(CorruptError):
     wire.decode_result(bytes(payload) + b'x')
   spans = bytearray(payload)
-  spans[16 + 24] = 2  # the second span starts at 2, after a first that ends at 1
+  spans[28 + 24] = 2  # the second span starts at 2, after a first that ends at 1
   with pytest.raises(CorruptError, match='do not cover'):
     wire.decode_result(bytes(spans))
   finish = bytearray(payload)
@@ -156,6 +165,6 @@ def test_a_payload_that_contradicts_itself_is_corrupt():
   with pytest.raises(CorruptError, match='finish reason 9'):
     wire.decode_result(bytes(finish))
   counts = bytearray(payload)
-  counts[16 + 48 + 24] = 3
+  counts[28 + 48 + 24] = 3
   with pytest.raises(CorruptError, match='rows of 6 candidates in all; expected 5'):
     wire.decode_result(bytes(counts))

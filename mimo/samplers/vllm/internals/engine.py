@@ -17,9 +17,9 @@ from mimo.samplers.vllm.internals.patches import requested_patches
 from mimo.samplers.vllm.internals.scheduler import IN_BLOCKS
 from mimo.samplers.vllm.internals.worker import WorkerExtension
 from mimo.samplers.vllm.launch import SCHEDULER, WORKER_EXTENSION
-from mimo.samplers.vllm.records import FlatRecord, requested_logprobs
+from mimo.samplers.vllm.records import FlatRecord, requested_logprobs, told_routes
 from mimo.samplers.vllm.wire import GenerateRequest
-from mimo.types import FinishReason
+from mimo.types import FinishReason, RouteShape
 
 _log = logging.getLogger('vllm.mimo')
 
@@ -109,6 +109,18 @@ class VllmEngine:
   def temperatures(self) -> tuple[float, float]:
     return MIN_TEMPERATURE, MAX_TEMPERATURE
 
+  @property
+  def routes(self) -> RouteShape | None:
+    aux = vars(self._config).get('aux_output_config')  # which an older vLLM has not
+    if aux is None or not aux.enable_return_routed_experts:
+      return None
+    model = self._model
+    return RouteShape(
+      model.get_total_num_hidden_layers(),
+      model.get_num_experts(),
+      model.get_num_experts_per_tok(),
+    )
+
   def status(self) -> dict[str, Any]:
     """Returns what the engine knows of a `messages.Status`."""
     cache, version = self._config.cache_config, vllm_version()
@@ -129,6 +141,7 @@ class VllmEngine:
       'max_candidates': self.max_candidates,
       'prefix_caching': bool(cache.enable_prefix_caching),
       'max_running': int(self._config.scheduler_config.max_num_seqs),
+      'routes': self.routes,
     }
 
   @property
@@ -184,7 +197,7 @@ class VllmEngine:
       raise
     finally:
       queue.close()
-    return _flat_record(output.outputs[0])
+    return _flat_record(output.outputs[0], request)
 
   def _pack_logprobs(self, request_id: str) -> None:
     """Has a request's log-probs kept as the arrays that they come in.
@@ -202,6 +215,11 @@ class VllmEngine:
 
     sampling = request.sampling
     room = self.max_tokens - len(request.tokens)
+    told: dict[str, int] = {}
+    if self.routes is not None:
+      # A server that tells routes tells them of every request: of these as few as it can.
+      first = request.routes_from
+      told['routed_experts_prompt_start'] = len(request.tokens) if first is None else first
     return SamplingParams(
       temperature=sampling.temperature,
       top_p=sampling.top_p,
@@ -216,6 +234,7 @@ class VllmEngine:
       output_kind=RequestOutputKind.FINAL_ONLY,
       extra_args=dict(IN_BLOCKS),
       skip_clone=True,
+      **told,
     )
 
 
@@ -246,7 +265,7 @@ def _packed_processor() -> type:
   return PackedProcessor
 
 
-def _flat_record(output: Any) -> FlatRecord:
+def _flat_record(output: Any, request: GenerateRequest) -> FlatRecord:
   tokens = np.array(output.token_ids, np.int32)
   rows = output.logprobs
   if not isinstance(rows, _Rows):
@@ -255,6 +274,11 @@ def _flat_record(output: Any) -> FlatRecord:
     output.finish_reason, FinishReason.ABORT
   )
   empty = np.zeros((0, 1))
+  routes = None
+  if request.routes_from is not None and finish != FinishReason.ABORT:
+    # The last token drawn was not run.
+    end = len(request.tokens) + len(tokens) - 1
+    routes = told_routes(output.routed_experts, start=request.routes_from, end=end)
   return FlatRecord(
     tokens=tokens,
     ids=np.concatenate(rows.ids or [empty]).astype(np.int32, copy=False),
@@ -262,4 +286,5 @@ def _flat_record(output: Any) -> FlatRecord:
     finish=finish,
     spans=[(int(span.version), span.start, span.end) for span in output.weight_versions or ()],
     kept=None if output.sampling_mask is None else output.sampling_mask.token_ids,
+    routes=routes,
   )

@@ -1,10 +1,11 @@
 """vLLM's scheduler, but that a request may have its outputs sent many tokens at a time.
 
 vLLM packs, sends, unpacks and counts each token of each request by itself, and three small arrays
-with it where log-probs are asked for. Outputs of a request whose `extra_args` are `IN_BLOCKS` are
-held here instead and sent merged: every `BLOCK_TOKENS` outputs, every `BLOCK_SECS`, with the last
-one, and before a pause is complete, since a message has one version of the weights for all that is
-in it. What is drawn is the same, and other requests are served as ever.
+with it where log-probs are asked for, one more where routes are. Outputs of a request whose
+`extra_args` are `IN_BLOCKS` are held here instead and sent merged: every `BLOCK_TOKENS` outputs,
+every `BLOCK_SECS`, with the last one, and before a pause is complete, since a message has one
+version of the weights for all that is in it. What is drawn is the same, and other requests are
+served as ever.
 
 The class to build on is the one that vLLM would have taken itself. Overridden are two methods of
 its interface: `update_from_output` and `has_requests`.
@@ -28,7 +29,14 @@ BLOCK_TOKENS = 64
 BLOCK_SECS = 0.5
 
 # Of an output: what `_merged` keeps of several, and what only some have, which are not held.
-_MERGED = ('request_id', 'new_token_ids', 'new_logprobs', 'trace_headers', 'num_nans_in_logits')
+_MERGED = (
+  'request_id',
+  'new_token_ids',
+  'new_logprobs',
+  'routed_experts',
+  'trace_headers',
+  'num_nans_in_logits',
+)
 _RARE = (
   'new_prompt_logprobs_tensors',
   'pooling_output',
@@ -38,7 +46,6 @@ _RARE = (
   'kv_transfer_params',
   'ec_transfer_params',
   'prefill_stats',
-  'routed_experts',
   'mm_cache_miss_hashes',
   'new_sampling_mask',
   'spec_decode_metrics',
@@ -159,4 +166,7 @@ def _merged(outputs: list[Any]) -> Any:
         np.concatenate(ranks),
         None,
       )
+    rows = [output.routed_experts for output in outputs if output.routed_experts is not None]
+    if rows:
+      last.routed_experts = np.concatenate(rows)  # an output's are of what was run since the last
   return last
