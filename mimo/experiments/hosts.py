@@ -26,6 +26,7 @@ from mimo.models.config import ModelConfig
 from mimo.models.table import hf_params, leaf, table
 from mimo.trainer import sharding
 from mimo.trainer.packing import Batch, Bucket, empty_micro_batch
+from mimo.types import RouteShape
 
 COORDINATOR, PROCESSES, PROCESS = 'MIMO_COORDINATOR', 'MIMO_PROCESSES', 'MIMO_PROCESS'
 _KEYS = {'coordinator': COORDINATOR, 'processes': PROCESSES, 'process': PROCESS}
@@ -111,14 +112,18 @@ class Peers:
       multihost_utils.broadcast_one_to_all(micro)
 
   def receive_batch(
-    self, numbers: Sequence[int], buckets: Sequence[Bucket], num_candidates: int
+    self,
+    numbers: Sequence[int],
+    buckets: Sequence[Bucket],
+    num_candidates: int,
+    routes: RouteShape | None,
   ) -> Batch:
     """The others: takes the batch that an UPDATE of these numbers announced."""
     trained, tokens, capacity, count = numbers[:4]
     micro = []
     for _ in range(count):
       bucket = buckets[int(multihost_utils.broadcast_one_to_all(np.int32(0)))]
-      empty = empty_micro_batch(bucket, num_candidates)
+      empty = empty_micro_batch(bucket, num_candidates, routes)
       micro.append(multihost_utils.broadcast_one_to_all(empty))
     return Batch(tuple(micro), (), trained, tokens, capacity)
 

@@ -116,7 +116,9 @@ class Learner:
     while True:
       command, numbers = self._peers.hear()
       if command == hosts.UPDATE:
-        batch = self._peers.receive_batch(numbers, self._buckets, self._num_candidates)
+        batch = self._peers.receive_batch(
+          numbers, self._buckets, self._num_candidates, self._trainer.routes
+        )
         self.state, _ = self._trainer.update(self.state, batch)
       elif command == hosts.SNAPSHOT:
         snapshot = self.snapshot()

@@ -51,12 +51,14 @@ class Compiled(NamedTuple):
   """What a compiled program takes of one device, in bytes.
 
   Attributes:
+    beside: what lives on the device meanwhile and is not given to it: the moments of AdamW.
     arguments: what it is given.
     results: what it returns beside what it updates in place.
     temporary: what else it needs at its peak.
     largest: (bytes, type and shape, what makes it) of the largest arrays it names.
   """
 
+  beside: int
   arguments: int
   results: int
   temporary: int
@@ -111,14 +113,23 @@ def compile_update(trainer: Trainer, micro: Any) -> Iterator[tuple[str, Compiled
   )
   micro = jax.tree.map(placed, micro, sharding.micro_shardings(micro, trainer.mesh))
   one = jax.ShapeDtypeStruct((), np.float32, sharding=everywhere)
-  yield 'micro_step', _measure(trainer.micro_step.lower(state.params, total, micro, one))
-  yield 'apply', _measure(trainer.apply.lower(state, total, one))
+  moments = sum(map(_on_device, jax.tree.leaves(state.opt_state)))
+  yield 'micro_step', _measure(trainer.micro_step.lower(state.params, total, micro, one), moments)
+  yield 'apply', _measure(trainer.apply.lower(state, total, one), 0)
 
 
-def _measure(lowered: Any) -> Compiled:
+def _on_device(x: jax.ShapeDtypeStruct) -> int:
+  """Bytes of one device's part of an array; 0 for one that the host keeps."""
+  if x.sharding.memory_kind == 'pinned_host':
+    return 0
+  return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def _measure(lowered: Any, beside: int) -> Compiled:
   compiled = lowered.compile()
   stats = compiled.memory_analysis()
   return Compiled(
+    beside,
     stats.argument_size_in_bytes,
     stats.output_size_in_bytes - stats.alias_size_in_bytes,
     stats.temp_size_in_bytes,
@@ -168,12 +179,12 @@ def print_compiled(name: str, trainer: Trainer, micro: Any) -> None:
   """Compiles a variant and prints what its programs take."""
   begin = time.perf_counter()
   for program, got in compile_update(trainer, micro):
-    sizes = (got.arguments, got.results, got.temporary, got.arguments + got.results + got.temporary)
+    sizes = (got.beside, got.arguments, got.results, got.temporary, sum(got[:4]))
     cells = ' | '.join(f'{size / _GIB:.2f}' for size in sizes)
     print(f'| {name} | {program} | {cells} |', flush=True)
     for size, shape, what in got.largest if program == 'micro_step' else ():
-      print(f'|  |  {shape} of {what} | | | {size / _GIB:.2f} | |')
-  print(f'|  | compiled in {time.perf_counter() - begin:.0f} s | | | | |')
+      print(f'| | {shape} of {what} | | | | {size / _GIB:.2f} | |')
+  print(f'| | compiled in {time.perf_counter() - begin:.0f} s | | | | | |')
 
 
 def _chosen(flag: str, text: str) -> list[str]:
@@ -206,11 +217,11 @@ def plan(config: config_dict.ConfigDict, model: ModelConfig, compiled: list[str]
   if not compiled:
     return
   print(f'\nCompiled for {jax.device_count()} simulated {jax.default_backend()} devices:\n')
-  print('| variant | program | arguments | results | temporary | in all |')
-  print('|---|---|---|---|---|---|')
+  print('| variant | program | beside it | arguments | results | temporary | in all |')
+  print('|---|---|---|---|---|---|---|')
   for name in compiled:
     trainer = make_trainer(config, model, VARIANTS[name])
-    print_compiled(name, trainer, empty_micro_batch(bucket, count))
+    print_compiled(name, trainer, empty_micro_batch(bucket, count, trainer.routes))
 
 
 def main() -> None:
