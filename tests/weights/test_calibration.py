@@ -1,5 +1,6 @@
 """Calibrated input scales against amax measured here."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from mimo.models import decoder, table
+from mimo.models.config import MoEConfig
 from mimo.weights import calibration
 
 SEQUENCES = [
@@ -65,3 +67,20 @@ def test_zeros_give_one(config, params):
 def test_nothing_to_calibrate_on(config, params, sequences):
   with pytest.raises(ValueError, match='expected at least one and none empty'):
     calibration.calibrate(config, params, sequences)
+
+
+def test_an_expert_never_reached_gets_what_its_layer_met(config):
+  """Two layers of three experts; the second expert of layer 0 saw no token, and layer 1 only it."""
+  moe = MoEConfig(3, 1, 128, 0, True)
+  model = dataclasses.replace(config, family='qwen3_moe', intermediate_size=0, moe=moe)
+  amax = {row.path: np.ones(row.lead_shape, np.float32) for row in table.table(model)}
+  stack = ('layers', 'moe', 'experts')
+  for name in ('gate_proj', 'up_proj'):
+    amax[*stack, name, 'kernel'] = np.array([[2, 0, 4], [0, 8, 0]], np.float32)
+  scales = calibration._scales(model, amax)
+  expected = [[2, 4, 4], [8, 8, 8]]
+  for layer, expert in np.ndindex(2, 3):
+    at = f'model.layers.{layer}.mlp.experts.{expert}'
+    for name in ('gate_proj', 'up_proj'):
+      assert scales[f'{at}.{name}.weight'] == pytest.approx(448 * 6 / expected[layer][expert])
+    assert scales[f'{at}.down_proj.weight'] == 448 * 6
