@@ -10,6 +10,7 @@ Hugging Face directory of plain weights. Of the configuration only the task and 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import pathlib
 import tempfile
@@ -64,6 +65,8 @@ def _plan(
   if out and not pathlib.Path(out).absolute().parent.is_dir():
     raise ValueError(f'--out: {pathlib.Path(out).parent} is no directory; expected one that exists')
   policy = factories.make_policy(checkpoint, config.task)
+  # Read now, while what is wrong with them is the user's mistake.
+  policy = dataclasses.replace(policy, weights=policy.params)
   task = factories.make_task(config.task, policy)
   if not task.size('heldout'):
     raise ValueError(f"task {task.name}: split 'heldout' holds no tasks; expected at least one")

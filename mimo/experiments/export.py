@@ -35,7 +35,7 @@ def export(
   source = open_policy(checkpoint)
   scales = None
   if weight_format == 'nvfp4_w4a4':  # the only format that runs the model, and so holds it
-    policy = factories.Policy(source.config, source.params(), source.tokenizer_files)
+    policy = factories.Policy(source.config, source, source.tokenizer_files)
     scales = factories.input_scales(policy, factories.make_task(task_name, policy))
   write_view(
     out,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
+import jax
 import numpy as np
 from ml_collections import config_dict
 
@@ -30,6 +31,7 @@ from mimo.trainer.sharding import make_mesh
 from mimo.trainer.state import TrainerConfig
 from mimo.trainer.update import Trainer
 from mimo.types import PromptRef, SamplingParams, Source, Trajectory
+from mimo.weights import sources
 from mimo.weights.calibration import calibrate
 from mimo.weights.checkpoints import open_policy
 from mimo.weights.layouts import Origin
@@ -50,15 +52,32 @@ class Policy:
 
   Attributes:
     model: the decoder.
-    params: float32.
+    weights: float32 parameters, or the checkpoint that holds them.
     tokenizer_files: name -> content.
-    origin: how its checkpoint stores it, and what is carried along; None for one of no checkpoint.
   """
 
   model: ModelConfig
-  params: dict[str, Any]
+  weights: sources.Source | dict[str, Any]
   tokenizer_files: dict[str, bytes]
-  origin: Origin | None = None
+
+  @functools.cached_property
+  def params(self) -> dict[str, Any]:
+    """The parameters, float32; read whole when they are first asked for."""
+    return self.weights.params() if isinstance(self.weights, sources.Source) else self.weights
+
+  @property
+  def origin(self) -> Origin | None:
+    """How the checkpoint stores it, and what is carried along; None where there is none."""
+    return self.weights.origin if isinstance(self.weights, sources.Source) else None
+
+  def placed(self, like: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parameters with the dtypes and shardings of `like`.
+
+    From a checkpoint, each device's part is read for itself.
+    """
+    if isinstance(self.weights, sources.Source):
+      return self.weights.placed(like)
+    return jax.tree.map(lambda x, leaf: jax.device_put(x, leaf.sharding), self.weights, like)
 
 
 # What makes each task, of the policy's tokenizer files; and the base policies that tasks ship.
@@ -78,7 +97,7 @@ def make_policy(path: str, task: str) -> Policy:
       'directory or an Orbax checkpoint'
     )
   source = open_policy(path or _OWN_POLICIES[task])
-  return Policy(source.config, source.params(), source.tokenizer_files, source.origin)
+  return Policy(source.config, source, source.tokenizer_files)
 
 
 def make_task(name: str, policy: Policy) -> Task:
@@ -160,6 +179,7 @@ def make_trainer_config(config: config_dict.ConfigDict) -> TrainerConfig:
     'compute_dtype',
     'remat',
     'freeze_router',
+    'replay_routes',
   )
   return TrainerConfig(
     temperature=config.sampling.temperature,
@@ -238,6 +258,7 @@ def make_samplers(
         max_tokens=max_tokens,
         kv_cache_dtype=pool.kv_cache_dtype,
         prefix_cache=pool.prefix_cache,
+        routes=config.trainer.replay_routes,
       ),
       emulate_activations=config.emulate_activations,
       executor=executor,
@@ -250,6 +271,7 @@ def make_samplers(
     sampling,
     max_tokens=max_tokens,
     directory=directory,
+    routes=config.trainer.replay_routes,
     pools=[pool for pool in pools if pool.name in served],
   )
   return tuple(machine.sampler(pool) if pool.name in served else native(pool) for pool in pools)

@@ -130,7 +130,7 @@ def start(plan: Plan, workdir: pathlib.Path) -> tuple[Checkpoints, int | None, A
   )
   step = checkpoints.latest()
   if step is None:
-    state = plan.init_state(plan.policy.params)
+    state = plan.init_state(plan.policy.placed(plan.abstract_state.params))
     return checkpoints, step, state, {'rollouts': None, 'ledger': None}
   return checkpoints, step, *checkpoints.restore(step, plan.abstract_state)
 

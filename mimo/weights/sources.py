@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mimo.models.config import ModelConfig
-from mimo.models.table import Index, Param, hf_params, nest, table
+from mimo.models.table import Index, Param, hf_params, leaf, nest, table
 from mimo.weights.chunked import Where
 from mimo.weights.layouts import Origin
 from mimo.weights.pipeline import ordered
@@ -108,6 +110,36 @@ class Source:
         x[where] = part
       leaves[row.path] = jnp.asarray(x) if place is None else place(row, x)
     return nest(leaves)
+
+  def placed(self, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the parameters onto devices; for each device the parts that it holds.
+
+    Args:
+      like: a `jax.ShapeDtypeStruct` with a sharding for each parameter.
+    """
+    leaves = {}
+    for row in table(self.config):
+      target = leaf(like, row.path)
+      read = functools.partial(self._shard, row, target.dtype)
+      leaves[row.path] = jax.make_array_from_callback(row.leaf_shape, target.sharding, read)
+    return nest(leaves)
+
+  def _shard(self, row: Param, dtype: Any, held: tuple[slice, ...]) -> np.ndarray:
+    """Returns the block of a row's leaf that lies within slices."""
+    lead = len(row.lead_shape)
+    ranges = [range(*s.indices(size)) for s, size in zip(held, row.leaf_shape, strict=True)]
+    if not lead:
+      where = tuple(slice(r.start, r.stop) for r in ranges)
+      x = self.weights.part(row, where)
+      self.check_finite(row, (), x)
+      return x.astype(dtype)
+    out = np.empty([len(r) for r in ranges], dtype)
+    for place in np.ndindex(out.shape[:lead]):
+      index = tuple(r[i] for r, i in zip(ranges, place, strict=False))
+      x = self.weights.part(row, index)
+      self.check_finite(row, index, x)
+      out[place] = x[held[lead:]]
+    return out
 
   def check_finite(self, row: Param, where: Where, x: np.ndarray) -> None:
     """Raises ValueError where a part of a row's leaf isn't finite."""

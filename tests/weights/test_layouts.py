@@ -167,6 +167,29 @@ def test_through_orbax_and_back_to_the_same_tensors(checkpoint, tmp_path):
       np.testing.assert_array_equal(got[name], x.astype(np.float32))
 
 
+@pytest.mark.parametrize('stored', ['hf', 'orbax'])
+def test_each_device_reads_its_part(published, tmp_path, stored):
+  source = huggingface.open_model(published)
+  if stored == 'orbax':
+    checkpoints.write_policy(tmp_path / 'orbax', source)
+    source = checkpoints.open_policy(tmp_path / 'orbax')
+  mesh = jax.make_mesh((2, 2), ('a', 'b'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+  def like(x):
+    # The largest dimensions that two devices divide, over one axis or both.
+    even = [i for i, size in enumerate(x.shape) if size % 2 == 0]
+    spec = [None] * x.ndim
+    for i, axis in zip(even[-2:], 'ab', strict=False):
+      spec[i] = axis
+    return jax.ShapeDtypeStruct(x.shape, np.float32, sharding=jax.NamedSharding(mesh, jax.P(*spec)))
+
+  whole = source.params()
+  abstract = jax.tree.map(like, whole)
+  placed = source.placed(abstract)
+  jax.tree.map(np.testing.assert_array_equal, placed, whole)
+  assert jax.tree.all(jax.tree.map(lambda x, a: x.sharding == a.sharding, placed, abstract))
+
+
 @pytest.mark.parametrize('format', ['fp8_block', 'fp8_channel', 'nvfp4_w4a16'])
 def test_quantised_views_name_experts_singly_and_leave_the_rest(published, tmp_path, format):
   source = huggingface.open_model(published)
