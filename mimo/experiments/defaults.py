@@ -59,6 +59,7 @@ def base(arm: str) -> config_dict.ConfigDict:
         'remat': False,
         'offload': '',  # 'moments', 'residuals' (what remat keeps) or both, with a comma: on the host
         'freeze_router': False,  # of experts: no gradient and no decay
+        'replay_routes': False,  # sends tokens to the experts that their sampler sent them to
         'rows': 8,
         'row_tokens': 160,
         'row_trained_tokens': 80,

@@ -78,6 +78,7 @@ class Learner:
       num_candidates=self._num_candidates,
       sources=self._sources,
       temperature=self._trainer.spec.config.temperature,
+      routes=self._trainer.routes,
     )
     self._peers.send_batch(batch, self._buckets)
     measures = {}

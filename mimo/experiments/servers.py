@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from mimo import fleet
 from mimo.models.config import ModelConfig
+from mimo.models.moe import route_shape
 from mimo.samplers.base import Sampler, SamplerContract
 from mimo.samplers.vllm.client import ClientLimits, VllmClient
 from mimo.samplers.vllm.launch import (
@@ -70,6 +71,7 @@ class Servers:
     *,
     max_tokens: int,
     directory: pathlib.Path,
+    routes: bool,
     pools: Sequence[fleet.Pool],
   ) -> None:
     """Starts nothing.
@@ -80,6 +82,8 @@ class Servers:
       sampling: how the pools draw.
       max_tokens: the longest trajectory.
       directory: for logs, and links to the views that are served.
+      routes: whether turns tell the experts that tokens were sent to. Those of servers on CPU never
+        do: vLLM's model runner for it needs a Triton with a CPU backend, which is rarely there.
       pools: all that have a server here.
     """
     self._store = store
@@ -87,6 +91,7 @@ class Servers:
     self._sampling = sampling
     self._max_tokens = max_tokens
     self._directory = directory
+    self._routes = route_shape(model) if routes else None
     on_cpu = sum(pool.accelerator == CPU for pool in pools)
     self._threads = max(1, (os.cpu_count() or 1) // max(1, on_cpu))
     self._gpus: dict[str, range] = {}
@@ -106,6 +111,7 @@ class Servers:
       max_tokens=self._max_tokens,
       prefix_cache=pool.prefix_cache,
       max_sessions=pool.sessions_per_replica,
+      routes=None if pool.accelerator == CPU else self._routes,
     )
     replica = Replica(
       ViewFollower(self._store, pool.format),
@@ -152,6 +158,7 @@ class Servers:
       patches=(NVFP4_EMULATION,) if on_cpu and pool.format.startswith('nvfp4') else (),
       # vLLM returns the kept set of requests that have a top-k.
       sampling_mask=not on_cpu and self._sampling.top_k > 0,
+      routes=not on_cpu and self._routes is not None,
       extra=() if on_cpu else parallel,
     )
 

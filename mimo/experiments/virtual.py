@@ -40,6 +40,7 @@ def make_samplers(
         kv_cache_dtype=pool.kv_cache_dtype,
         prefix_cache=pool.prefix_cache,
         decode_steps=_STEP_TOKENS,
+        routes=config.trainer.replay_routes,
       ),
       emulate_activations=config.emulate_activations,
     )

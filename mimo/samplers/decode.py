@@ -18,8 +18,10 @@ import jax.numpy as jnp
 
 from mimo.models.activations import ActivationQuant
 from mimo.models.config import ModelConfig
-from mimo.models.decoder import Cache, extend, head_matrix
+from mimo.models.decoder import Cache, extend, extend_routed, head_matrix
+from mimo.models.moe import route_shape
 from mimo.samplers.draw import Array, Draw, DrawParams, draw
+from mimo.types import ROUTE_DTYPE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Program:
     num_candidates: K, the largest cap of any row.
     width: how many of the largest logits are looked at before all are, as `draw` has it.
     window: how many positions of the cache are read; no token may lie beyond.
+    routes: whether the experts that tokens are sent to are told.
   """
 
   config: ModelConfig
@@ -39,6 +42,7 @@ class Program:
   num_candidates: int
   width: int
   window: int
+  routes: bool = False
 
 
 def computed(config: ModelConfig) -> ModelConfig:
@@ -89,6 +93,8 @@ class Decoded(NamedTuple):
     num_drawn: [B] int32.
     stopped: [B] bool, whether the last token drawn is a stop id.
     num_steps: [] int32, how many steps were run.
+    routes: [N, B, L, k] int16, the experts that the token fed at a step was sent to, -1 where none
+      was fed; None where the program does not tell.
   """
 
   draws: Draw
@@ -96,6 +102,7 @@ class Decoded(NamedTuple):
   num_drawn: Array
   stopped: Array
   num_steps: Array
+  routes: Array | None
 
 
 class _Carry(NamedTuple):
@@ -107,6 +114,7 @@ class _Carry(NamedTuple):
   num_drawn: jax.Array
   stopped: jax.Array
   draws: Draw
+  routes: jax.Array | None
 
 
 @functools.partial(jax.jit, static_argnames='program', donate_argnames='cache')
@@ -129,17 +137,8 @@ def decode(
   def one(carry: _Carry) -> _Carry:
     step, active = carry.step, ~carry.done
     fed = jnp.where(step < rows.num_known, rows.known_ids[:, step], carry.last)
-    hidden, cache = extend(
-      program.config,
-      weights.params,
-      carry.cache,
-      fed[:, None],
-      rows.start + step,
-      active.astype(jnp.int32),
-      activation_quant=weights.activation_quant,
-      kv_quant=program.kv_quant,
-      window=program.window,
-    )
+    start, count = rows.start + step, active.astype(jnp.int32)
+    hidden, cache, routes = _extend(program, weights, carry.cache, fed[:, None], start, count)
     # The head is float32 on every backend: the contract states it.
     logits = jnp.dot(hidden[:, 0].astype(jnp.float32), head, precision=jax.lax.Precision.HIGHEST)
     drawn = draw(
@@ -161,6 +160,7 @@ def decode(
       num_drawn=num_drawn,
       stopped=carry.stopped | stopped,
       draws=jax.tree.map(lambda old, new: old.at[step].set(new), carry.draws, drawn),
+      routes=jax.tree.map(lambda old, new: old.at[step].set(new[:, 0]), carry.routes, routes),
     )
 
   zeros = jnp.zeros(size, jnp.int32)
@@ -176,9 +176,12 @@ def decode(
       num_drawn=zeros,
       stopped=zeros > 0,
       draws=_empty_draws(program, max_steps, size),
+      routes=_empty_routes(program, max_steps, size),
     ),
   )
-  return end.cache, Decoded(end.draws, end.num_fed, end.num_drawn, end.stopped, end.step)
+  return end.cache, Decoded(
+    end.draws, end.num_fed, end.num_drawn, end.stopped, end.step, end.routes
+  )
 
 
 @functools.partial(jax.jit, static_argnames='program', donate_argnames='cache')
@@ -190,7 +193,7 @@ def prefill(
   tokens: jax.Array,
   start: jax.Array,
   count: jax.Array,
-) -> Cache:
+) -> tuple[Cache, jax.Array | None]:
   """Writes known tokens of a few slots to the cache.
 
   Args:
@@ -201,20 +204,42 @@ def prefill(
     tokens: [b, C] int32.
     start: [b] int32, how many tokens each slot's cache holds.
     count: [b] int32, how many of the C are real.
+
+  Returns:
+    (the cache, [b, C, L, k] int16 as `Decoded.routes`, or None).
   """
   few = jax.tree.map(lambda a: a.at[:, slots].get(mode='clip'), cache)
-  _, few = extend(
-    program.config,
-    weights.params,
-    few,
-    tokens,
-    start,
-    count,
-    activation_quant=weights.activation_quant,
-    kv_quant=program.kv_quant,
-    window=program.window,
-  )
-  return jax.tree.map(lambda a, new: a.at[:, slots].set(new, mode='drop'), cache, few)
+  _, few, routes = _extend(program, weights, few, tokens, start, count)
+  cache = jax.tree.map(lambda a, new: a.at[:, slots].set(new, mode='drop'), cache, few)
+  return cache, routes
+
+
+def _extend(
+  program: Program,
+  weights: Weights,
+  cache: Cache,
+  tokens: jax.Array,
+  start: jax.Array,
+  count: jax.Array,
+) -> tuple[jax.Array, Cache, jax.Array | None]:
+  """Returns (hidden, the cache, the routes where the program tells them)."""
+  given = (program.config, weights.params, cache, tokens, start, count)
+  how: dict[str, Any] = {
+    'activation_quant': weights.activation_quant,
+    'kv_quant': program.kv_quant,
+    'window': program.window,
+  }
+  if not program.routes:
+    return *extend(*given, **how), None
+  hidden, cache, routes = extend_routed(*given, **how)
+  return hidden, cache, routes.astype(ROUTE_DTYPE)
+
+
+def _empty_routes(program: Program, steps: int, size: int) -> jax.Array | None:
+  shape = route_shape(program.config) if program.routes else None
+  if shape is None:
+    return None
+  return jnp.full((steps, size, shape.layers, shape.per_token), -1, ROUTE_DTYPE)
 
 
 def _empty_draws(program: Program, steps: int, size: int) -> Draw:

@@ -13,14 +13,17 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mimo.models.config import ModelConfig
 from mimo.models.decoder import Cache, init_cache
+from mimo.models.moe import route_shape
 from mimo.samplers.base import SamplerError
 from mimo.samplers.decode import Decoded, Program, Rows, Weights, computed, decode, prefill
 from mimo.samplers.draw import Draw, DrawParams
+from mimo.samplers.routes import RouteBook
 from mimo.samplers.turns import Part, Session, TurnRequest, assemble
 from mimo.types import SamplingParams, TurnSample
 
@@ -51,6 +54,7 @@ class EngineSettings:
     decode_steps: N, the most tokens a row takes per dispatch.
     prefill_rows: how many slots are prefilled together.
     prefill_tokens: C, how many tokens of each.
+    routes: whether turns tell the experts that tokens were sent to.
   """
 
   slots: int
@@ -60,6 +64,7 @@ class EngineSettings:
   decode_steps: int = 8
   prefill_rows: int = 16
   prefill_tokens: int = 16
+  routes: bool = False
 
   def __post_init__(self) -> None:
     for name in ('slots', 'max_tokens', 'decode_steps', 'prefill_rows', 'prefill_tokens'):
@@ -105,6 +110,8 @@ class Engine:
   """Runs turns in slots under the weights it was last given."""
 
   def __init__(self, config: ModelConfig, settings: EngineSettings) -> None:
+    if settings.routes and config.moe is None:
+      raise ValueError(f'routes is True of a {config.family} model; expected one with experts')
     self._config = computed(config)
     self._settings = settings
     self._weights: Weights | None = None
@@ -119,11 +126,13 @@ class Engine:
     s = self._settings
     self._cache: Cache = init_cache(self._config, s.slots, s.max_tokens, jnp.float32)
     self._holders: list[Session | None] = [None] * s.slots
+    self._told = RouteBook(route_shape(self._config) if s.routes else None, s.slots, s.max_tokens)
     self._idle: dict[str, Session] = {}  # sessions with a slot and no turn, longest idle first
     self._tokens = np.zeros((s.slots, s.max_tokens), np.int32)
     self._given = np.zeros(s.slots, np.int32)  # tokens that the running turn began with
     self._known = np.zeros(s.slots, np.int32)  # of these and the drawn ones
     self._written = np.zeros(s.slots, np.int32)  # of the known, in the cache
+    self._absorbed = np.zeros(s.slots, np.int32)  # by what the cache holds of a slot's delta nets
     self._limit = np.zeros(s.slots, np.int32)  # how long the trajectory may be at the turn's end
     self._running = np.zeros(s.slots, bool)
     self._keys = np.zeros((s.slots, 2), np.uint32)
@@ -252,6 +261,7 @@ class Engine:
     self._given[slot] = self._known[slot] = num
     self._limit[slot] = min(num + params.max_turn_tokens, self._settings.max_tokens)
     self._keys[slot] = request.key
+    self._told.begin(slot)
     self._set_stop_ids(slot, params)
     for column, value in zip(
       self._draw, (params.temperature, params.top_k, params.top_p, params.candidates), strict=True
@@ -280,6 +290,7 @@ class Engine:
       num_candidates=min(num_candidates, vocab),
       width=min(max(num_candidates, top_k), vocab),
       window=min(window, self._settings.max_tokens),
+      routes=self._settings.routes,
     )
 
   def _prefill(self, weights: Weights) -> None:
@@ -295,12 +306,17 @@ class Engine:
       starts, counts = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
       rows[: len(slots)], counts[: len(slots)] = slots, count
       starts[: len(slots)] = self._written[slots]
+      self._check_absorbed(slots)
       for row, (slot, taken) in enumerate(zip(slots, count, strict=True)):
         start = self._written[slot]
         tokens[row, :taken] = self._tokens[slot, start : start + taken]
       program = self._program(1, 1, int((starts + counts).max()))
-      self._cache = prefill(program, weights, self._cache, rows, tokens, starts, counts)
+      self._cache, ids = prefill(program, weights, self._cache, rows, tokens, starts, counts)
+      if ids is not None:
+        for slot, taken, told in zip(slots, count, np.asarray(ids), strict=False):
+          self._told.add(slot, self._written[slot], told[:taken])
       self._written[slots] += count
+      self._absorbed[slots] = self._written[slots]
       self.stats.prefilled_tokens += int(count.sum())
       self.stats.prefills += 1
 
@@ -340,6 +356,7 @@ class Engine:
       draw=self._draw,
     )
     active = np.flatnonzero(self._running)
+    self._check_absorbed(active)
     min_active = np.int32(len(active) - max(1, int(len(active) * _EARLY_SHARE)) + 1)
     program = self._program(
       int(self._draw.cap[active].max()),
@@ -347,11 +364,23 @@ class Engine:
       int(self._written[active].max()) + steps,
     )
     self._cache, out = decode(program, weights, self._cache, rows, min_active)
-    self._book(Decoded(Draw(*map(np.asarray, out.draws)), *map(np.asarray, out[1:])), pending)
+    self._book(jax.tree.map(np.asarray, out), pending)
+
+  def _check_absorbed(self, slots: np.ndarray) -> None:
+    """Keys and values past a position can be written over; a delta net's state can't be taken back.
+
+    So a slot goes on from exactly what its state has seen, or starts anew.
+    """
+    start = self._written[slots]
+    assert np.all((start == self._absorbed[slots]) | (start == 0)), (start, self._absorbed[slots])
 
   def _book(self, out: Decoded, pending: np.ndarray) -> None:
+    if out.routes is not None:
+      for slot in np.flatnonzero(out.num_fed):
+        self._told.add(int(slot), self._written[slot], out.routes[: out.num_fed[slot], slot])
     forced = np.clip(self._given - self._written, 0, out.num_fed)
     self._written += out.num_fed
+    self._absorbed = np.where(out.num_fed > 0, self._written, self._absorbed)
     self.stats.sampled_tokens += int(out.num_drawn.sum())
     self.stats.forced_tokens += int(forced.sum())
     self.stats.decode_steps += int(out.num_steps)
@@ -372,8 +401,9 @@ class Engine:
     request, slot = session.request, session.slot
     assert request is not None and slot is not None
     self._running[slot] = False
+    routes = self._told.told(slot, session.untold, int(self._known[slot]) - 1)
     session.tokens = self._tokens[slot, : self._known[slot]].copy()
     session.request = None
     self._idle[session.name] = session
-    self._finished.append((request, assemble(request, session.parts, stopped)))
+    self._finished.append((request, assemble(request, session.parts, stopped, routes)))
     session.parts = []

@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 from mimo.models.config import ModelConfig
+from mimo.models.moe import route_shape
 from mimo.samplers.base import SamplerContract, SamplerError
 from mimo.samplers.decode import Weights
 from mimo.samplers.engine import Engine, EngineSettings, EngineStats, Finished
@@ -72,6 +73,7 @@ def native_contract(
     max_tokens=settings.max_tokens,
     prefix_cache=settings.prefix_cache,
     max_sessions=settings.slots,
+    routes=route_shape(config) if settings.routes else None,
   )
 
 

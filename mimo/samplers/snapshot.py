@@ -64,8 +64,18 @@ def _session(engine: Engine, session: Session) -> dict[str, Any]:
       'params': dataclasses.asdict(request.params),
       'key': request.key,
     },
+    'routes': _told(engine, session),
     'parts': [{'version': p.version, 'draws': p.draws._asdict()} for p in session.parts],
   }
+
+
+def _told(engine: Engine, session: Session) -> list[Any] | None:
+  """What is known of the running turn's routes."""
+  if session.request is None or session.slot is None:
+    return None
+  known = int(engine._known[session.slot])
+  told = engine._told.told(session.slot, session.untold, known)
+  return None if told is None else [told.start, told.ids]
 
 
 def _add(engine: Engine, stated: Mapping[str, Any]) -> None:
@@ -83,12 +93,14 @@ def _add(engine: Engine, stated: Mapping[str, Any]) -> None:
   engine._holders[slot] = session
   if session.request is not None:
     engine._begin(session)
+  if stated['routes'] is not None:
+    engine._told.add(slot, *stated['routes'])
   session.parts = [Part(Draw(**part['draws']), part['version']) for part in stated['parts']]
   for part in session.parts:
     known, num = engine._known[slot], len(part.draws.ids)
     engine._tokens[slot, known : known + num] = part.draws.ids
     engine._known[slot] += num
-  engine._written[slot] = stated['written']
+  engine._written[slot] = engine._absorbed[slot] = stated['written']
 
 
 def _narrow(leaf: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 
 from mimo.samplers.base import SamplerError
 from mimo.samplers.draw import Draw
-from mimo.types import Candidates, FinishReason, SamplingParams, TurnSample, VersionSpan
+from mimo.types import Candidates, FinishReason, Routes, SamplingParams, TurnSample, VersionSpan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +52,15 @@ class Session:
   slot: int | None = None
   parts: list[Part] = dataclasses.field(default_factory=list)
 
+  @property
+  def untold(self) -> int:
+    """The first token that no earlier turn told the routes of: the last one drawn was not run."""
+    return max(len(self.tokens) - 1, 0)
 
-def assemble(request: TurnRequest, parts: list[Part], stopped: bool) -> TurnSample | SamplerError:
+
+def assemble(
+  request: TurnRequest, parts: list[Part], stopped: bool, routes: Routes | None = None
+) -> TurnSample | SamplerError:
   """Makes the record of a turn that has ended; an error where a log-prob is not finite."""
   draws = Draw(*(np.concatenate(leaves) for leaves in zip(*(p.draws for p in parts), strict=True)))
   if not np.isfinite(draws.logps).all():
@@ -69,6 +76,7 @@ def assemble(request: TurnRequest, parts: list[Part], stopped: bool) -> TurnSamp
     full_support=draws.full_support,
     finish=FinishReason.STOP if stopped else FinishReason.LENGTH,
     spans=_spans(parts),
+    routes=routes,
   )
 
 

@@ -10,7 +10,8 @@ import pytest
 from mimo import fleet
 from mimo.experiments import factories, servers, settings
 from mimo.models.config import ModelConfig
-from mimo.types import SamplingParams
+from mimo.models.parts import MoEConfig
+from mimo.types import RouteShape, SamplingParams
 from mimo.weights.store import FileStore
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -28,15 +29,17 @@ def installed(monkeypatch):
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: object())
 
 
-def _servers(tmp_path, pools, tiny_policy):
+def _servers(tmp_path, pools, tiny_policy, *, moe=None, routes=False):
   model = factories.make_policy(tiny_policy, 'repair').model
   assert isinstance(model, ModelConfig)
+  model = dataclasses.replace(model, moe=moe)
   return servers.Servers(
     FileStore(tmp_path / 'store'),
     model,
     _PARAMS,
     max_tokens=96,
     directory=tmp_path / 'servers',
+    routes=routes,
     pools=pools,
   )
 
@@ -114,3 +117,18 @@ def test_servers_on_gpus_share_none(installed, tmp_path, tiny_policy, monkeypatc
   whole = dataclasses.replace(_PARAMS, top_k=0)
   made._sampling = whole
   assert not made._settings(pools[1], tmp_path / 'view', 8000).sampling_mask
+
+
+def test_servers_on_gpus_tell_routes_where_there_are_experts(
+  installed, tmp_path, tiny_policy
+) -> None:
+  moe = MoEConfig(8, 2, 64, 0, True)
+  for name, told in (('mixed_vllm_gpu.py', True), ('mixed_vllm.py', False)):
+    pool = factories.make_pools(_config(name))[0]
+    made = _servers(tmp_path, [pool], tiny_policy, moe=moe, routes=True)
+    shape = RouteShape(made._model.num_layers, 8, 2) if told else None
+    assert made.sampler(pool).contract.routes == shape
+    assert made._settings(pool, tmp_path / 'view', 8000).routes == told
+    dense = _servers(tmp_path, [pool], tiny_policy, routes=True)
+    assert dense.sampler(pool).contract.routes is None
+    assert not dense._settings(pool, tmp_path / 'view', 8000).routes
