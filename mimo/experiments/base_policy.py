@@ -22,7 +22,7 @@ MODEL = dataclasses.replace(
 )
 RECIPE = dataclasses.replace(
   pretrain.RECIPE,
-  stages=(pretrain.Stage(700, pretrain.CAREFUL), pretrain.Stage(100, demonstrations.HABITS)),
+  stages=(pretrain.Stage(600, pretrain.CAREFUL), pretrain.Stage(150, demonstrations.HABITS)),
   learning_rate=4e-3,
 )
 _SEED = 0

@@ -70,7 +70,7 @@ def test_a_finished_cell_is_never_run_again(run, tmp_path, capsys):
   assert _began(tmp_path / 'work') == ['grpo 0', 'grpo 1', 'sc 0', 'sc 1']
   out = capsys.readouterr().out
   assert '4 of 4 cells are finished' in out
-  assert re.search(r'mixed/sc/usual/1 +finished +160/160 +0\.500 +0\.500', out)
+  assert re.search(r'mixed/sc/usual/1 +finished +120/120 +0\.500 +0\.500', out)
   # What is large and of no use any more is gone; what was measured stays.
   directories = list((tmp_path / 'work' / 'cells').iterdir())
   assert len(directories) == 4
