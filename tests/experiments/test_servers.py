@@ -32,7 +32,8 @@ def installed(monkeypatch):
 def _servers(tmp_path, pools, tiny_policy, *, moe=None, routes=False):
   model = factories.make_policy(tiny_policy, 'repair').model
   assert isinstance(model, ModelConfig)
-  model = dataclasses.replace(model, moe=moe)
+  if moe is not None:
+    model = dataclasses.replace(model, family='qwen3_moe', intermediate_size=0, moe=moe)
   return servers.Servers(
     FileStore(tmp_path / 'store'),
     model,

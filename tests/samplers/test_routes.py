@@ -128,9 +128,7 @@ def test_turns_tell_the_routes_of_what_was_run(model, weights, chosen, sampling)
 
 
 @pytest.mark.parametrize('prefix_cache', ['keep', 'drop'])
-def test_a_token_keeps_the_routes_of_its_first_pass(
-  model, weights, chosen, sampling, prefix_cache
-):
+def test_a_token_keeps_the_routes_of_its_first_pass(model, weights, chosen, sampling, prefix_cache):
   """New weights come after one step of a turn; what was run under the old ones stays as it was."""
   engine = _engine(model, weights, prefix_cache=prefix_cache)
   prompt = _prompt(19)
