@@ -30,7 +30,7 @@ from mimo.models.varying import vary
 _HIGHEST = jax.lax.Precision.HIGHEST
 _UNIT_EPS = 1e-6
 # Chunks whose intermediates exist at once; the backward pass keeps one state per so many chunks.
-_GROUP = 16
+_GROUP = 8
 # Below this size powers of a triangle with entries up to 1 are small integers, and a product of
 # powers inverts it without cancelling.
 _SERIES = 8
@@ -112,7 +112,7 @@ def chunked(
   of each segment but a row's first, which continues from `initial_state`. Padding (segment 0)
   changes no state and gives 0. The tokens of a segment lie next to each other, but for padding.
 
-  The backward pass holds one state per 16 chunks beside the inputs, and recomputes the rest.
+  The backward pass holds one state per 8 chunks beside the inputs, and recomputes the rest.
 
   Args:
     q: [B, T, Hk, Dk] float.
