@@ -166,12 +166,16 @@ class _Work:
     return self._local((size,), (axis,))
 
   def kept(self) -> int:
-    """Bytes that all blocks keep for the backward pass; with remat their inputs, [n, D] each."""
+    """Bytes that all blocks keep for the backward pass; with remat their inputs, [n, D] each.
+
+    Without it also what they read, which includes the weights they gathered.
+    """
     n, d, b = self.tokens, self.model.hidden_size, self.width
     inputs = self.model.num_layers * n * d * b
     if self.config.remat:
       return inputs
     held = 0
+    inputs += sum(self._gathered().values())  # weights, as they were gathered
     if self.model.moe is not None:  # experts that run in chunks keep their inputs only
       held = self._experts() - self._experts_kept()
     return inputs + sum(self._block(kind) - held for kind in self.model.layer_types)
@@ -181,7 +185,8 @@ class _Work:
     blocks = max(self._block(kind) for kind in set(self.model.layer_types))
     if not self.config.remat:
       blocks //= 2  # what it reads is kept already
-    return 2 * blocks + self._gathered()
+    weights = max(self._gathered().values())
+    return 2 * blocks + (2 if self.config.remat else 1) * weights
 
   def _block(self, kind: str) -> int:
     mixer = self._delta() if kind == DELTA else self._attention()
@@ -244,14 +249,15 @@ class _Work:
     working = tokens * m.moe.experts_per_token * each
     return working, self.tokens * m.hidden_size * b if chunked else working
 
-  def _gathered(self) -> int:
-    """The largest block's weights in the compute dtype, and their gradients."""
+  def _gathered(self) -> dict[int, int]:
+    """Each block's weights in the compute dtype, as a device uses them."""
     blocks: dict[int, int] = {}
     for row, layer in _rows_by_layer(self.model):
       shape, axes = row.leaf_shape[1:], row.leaf_axes[1:]
       spec = only(self.parallel.param(shape, axes), ('tensor', *(('expert',) * bool(row.experts))))
-      blocks[layer] = blocks.setdefault(layer, 0) + _part(shape, spec, self.parallel)
-    return 2 * self.width * max(blocks.values())
+      size = self.width * _part(shape, spec, self.parallel)
+      blocks[layer] = blocks.setdefault(layer, 0) + size
+    return blocks
 
   def _vocabulary(self) -> int:
     """Elements of the embedding, or of the head, split over 'tensor' only."""
