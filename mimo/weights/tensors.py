@@ -222,13 +222,17 @@ def contiguous(x: np.ndarray) -> np.ndarray:
   """`np.ascontiguousarray`, several times faster for a transposed matrix; it may be read-only."""
   if x.ndim != 2 or x.flags.c_contiguous or not x.T.flags.c_contiguous:
     return np.ascontiguousarray(x)
-  if x.dtype.itemsize not in (1, 2, 4):
+  device = _cpu()
+  if x.dtype.itemsize not in (1, 2, 4) or device is None:
     return np.ascontiguousarray(x)
   # jax lays arrays out in blocks that fit the cache and in parallel; numpy goes element by element.
   bits = x.view(f'u{x.dtype.itemsize}')
-  return np.asarray(jax.device_put(bits, _cpu())).view(x.dtype)
+  return np.asarray(jax.device_put(bits, device)).view(x.dtype)
 
 
 @functools.cache
-def _cpu() -> jax.Device:
-  return jax.local_devices(backend='cpu')[0]
+def _cpu() -> jax.Device | None:
+  try:
+    return jax.local_devices(backend='cpu')[0]
+  except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+    return None

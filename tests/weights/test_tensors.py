@@ -96,8 +96,11 @@ def test_parts_are_read_alone(tmp_path):
       reader.read('stack', index)
 
 
+@pytest.mark.parametrize('cpu', [True, False])
 @pytest.mark.parametrize('dtype', [BF16, E4M3, np.float32, np.float64])
-def test_contiguous_copies_of_transposed_matrices(dtype):
+def test_contiguous_copies_of_transposed_matrices(dtype, cpu, monkeypatch):
+  if not cpu:
+    monkeypatch.setattr(tensors, '_cpu', lambda: None)
   x = RNG.standard_normal((70, 130)).astype(dtype)
   for view in (x, x.T, x[::2].T, x.reshape(70, 10, 13), x[0]):
     got = tensors.contiguous(view)
