@@ -9,7 +9,8 @@ of CPU time, the list included, and ends with (256 held-out tasks, 64 samples ea
 
     pass@1 0.488 +- 0.018, pass@4 0.790 +- 0.017; on the hard quarter by these very samples 0.114
 
-Equal flags give equal bytes on one machine with one jax.
+Equal flags give equal bytes on one machine with one jax. `--model=config.json` teaches another
+decoder instead, of any family, such as one with experts.
 """
 
 from __future__ import annotations
@@ -219,17 +220,35 @@ def _check(out: str | None, hard_samples: int) -> pathlib.Path:
   return path
 
 
+def read_decoder(path: str) -> ModelConfig:
+  """Reads the config.json of a decoder to teach. Raises ValueError naming what is wrong."""
+  try:
+    stated = json.loads(pathlib.Path(path).read_text(encoding='utf-8'))
+    model = ModelConfig.from_hf(stated)
+  except (OSError, ValueError) as error:
+    raise ValueError(f'--model: {path}: {error}') from None
+  if model.vocab_size < vocabulary.SIZE:
+    raise ValueError(
+      f'--model: {path}: vocab_size is {model.vocab_size}; expected at least {vocabulary.SIZE}'
+    )
+  return model
+
+
 def main() -> None:
   """Reads the flags."""
   given = flags.FLAGS
   with cli.mistakes():
     out = _check(given.out, given.hard_samples)
+    model = read_decoder(given.model) if given.model else MODEL
   params = teach(
-    RECIPE, given.seed, lambda step, value: print(f'step {step}: loss {value:.4f}', flush=True)
+    RECIPE,
+    given.seed,
+    lambda step, value: print(f'step {step}: loss {value:.4f}', flush=True),
+    model,
   )
-  write_model(out, MODEL, params, vocabulary.tokenizer_files())
+  write_model(out, model, params, vocabulary.tokenizer_files())
   if given.hard_samples:
-    policy = Policy(MODEL, params, vocabulary.tokenizer_files())
+    policy = Policy(model, params, vocabulary.tokenizer_files())
     result = asyncio.run(
       evaluate.evaluate(
         policy,
@@ -247,4 +266,5 @@ if __name__ == '__main__':
   flags.DEFINE_string('out', None, 'a new directory for the policy')
   flags.DEFINE_integer('hard_samples', 0, 'samples a task for the list of hard tasks; 0 for none')
   flags.DEFINE_integer('seed', 0, 'of the parameters and the demonstrations')
+  flags.DEFINE_string('model', '', 'the config.json of another decoder; empty for the shipped one')
   cli.run(main)

@@ -1,4 +1,5 @@
 import functools
+import json
 import pathlib
 import random
 import subprocess
@@ -102,6 +103,28 @@ def test_mistakes_end_in_one_line(tmp_path: pathlib.Path, flags: list[str], mess
   with pytest.raises(ValueError, match=message):
     given = dict(flag.format(full=tmp_path).removeprefix('--').split('=') for flag in flags)
     pretrain._check(given.get('out'), int(given.get('hard_samples', 0)))
+
+
+def test_another_decoder(tmp_path: pathlib.Path):
+  path = tmp_path / 'config.json'
+  stated = pretrain.MODEL.to_hf() | {
+    'model_type': 'qwen3_moe',
+    'num_experts': 4,
+    'num_experts_per_tok': 2,
+    'moe_intermediate_size': 64,
+  }
+  path.write_text(json.dumps(stated))
+  model = pretrain.read_decoder(str(path))
+  assert model.moe is not None and model.moe.num_experts == 4
+  assert json.loads(dict(model.extra)['eos_token_id']) == vocabulary.STOP_ID
+  path.write_text(json.dumps(stated | {'vocab_size': 5}))
+  with pytest.raises(ValueError, match='vocab_size is 5; expected at least'):
+    pretrain.read_decoder(str(path))
+  path.write_text(json.dumps(stated | {'model_type': 'gpt2'}))
+  with pytest.raises(ValueError, match=r"--model: .*config.json: model_type is 'gpt2'"):
+    pretrain.read_decoder(str(path))
+  with pytest.raises(ValueError, match=r'--model: .*nowhere'):
+    pretrain.read_decoder(str(tmp_path / 'nowhere'))
 
 
 def test_the_command_names_a_mistake(tmp_path: pathlib.Path):
