@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mimo.models.config import ModelConfig
-from mimo.models.table import hf_params, named_tensors
+from mimo.models.table import hf_params, named_tensors, table
 from mimo.weights import (
   checkpoints,
   chunked,
@@ -74,6 +74,7 @@ CHECKPOINTS = {
   'text': (TEXT, FUSED | {'prefix': 'model'}, {}),
   'text_of_multimodal': (TEXT, FUSED, {}),
   'tied': (TEXT | {'tie_word_embeddings': True}, FUSED | {'prefix': 'model'}, {}),
+  'deep': (TEXT | {'num_hidden_layers': 4, 'layer_types': 2 * TEXT['layer_types']}, FUSED, {}),
   'qwen3_moe': (QWEN3_MOE, {'fused_experts': False, 'prefix': 'model'}, {}),
 }
 
@@ -165,6 +166,15 @@ def test_through_orbax_and_back_to_the_same_tensors(checkpoint, tmp_path):
     assert got.keys() == expected.keys()
     for name, x in expected.items():
       np.testing.assert_array_equal(got[name], x.astype(np.float32))
+
+
+def test_a_part_is_not_overwritten_by_the_next(tmp_path):
+  source = huggingface.open_model(write(tmp_path / 'source', 'deep'))
+  for row in (row for row in table(source.config) if row.lead_shape):
+    first = source.weights.part(row, (0,) * len(row.lead_shape))
+    bits = first.tobytes()
+    source.weights.part(row, tuple(size - 1 for size in row.lead_shape))
+    assert first.tobytes() == bits, row.path
 
 
 @pytest.mark.parametrize('stored', ['hf', 'orbax'])
