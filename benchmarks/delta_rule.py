@@ -90,6 +90,7 @@ def main() -> None:
   parser.add_argument('--dim', type=int, default=128)
   parser.add_argument('--chunks', type=int, nargs='+', default=[64])
   parser.add_argument('--rounds', type=int, default=5)
+  parser.add_argument('--only-memory', action='store_true', help='compile, run nothing')
   args = parser.parse_args()
 
   print(common.machine())
@@ -107,6 +108,8 @@ def main() -> None:
   for title, (make, given) in cases.items():
     compiled = {name: jax.jit(make(rule)).lower(*given).compile() for name, rule in rules.items()}
     temporary = {name: c.memory_analysis().temp_size_in_bytes for name, c in compiled.items()}
+    if args.only_memory:
+      continue
     timings: dict[str, common.Timings] = {}
     for name, program in compiled.items():
       timings |= common.interleaved({name: functools.partial(program, *given)}, args.rounds)
