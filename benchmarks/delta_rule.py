@@ -107,13 +107,15 @@ def main() -> None:
   cases['forward and backward'] = (gradients, (*inputs, weights))
   for title, (make, given) in cases.items():
     compiled = {name: jax.jit(make(rule)).lower(*given).compile() for name, rule in rules.items()}
-    temporary = {name: c.memory_analysis().temp_size_in_bytes for name, c in compiled.items()}
+    temporary = {
+      n: round(c.memory_analysis().temp_size_in_bytes / 1e6) for n, c in compiled.items()
+    }
+    print(f'\n{title}; temporary MB: {temporary}\n')
     if args.only_memory:
       continue
     timings: dict[str, common.Timings] = {}
     for name, program in compiled.items():
       timings |= common.interleaved({name: functools.partial(program, *given)}, args.rounds)
-    print(f'\n{title}; temporary MB: { ({n: round(x / 1e6) for n, x in temporary.items()}) }\n')
     common.print_timings(timings, base)
 
 
