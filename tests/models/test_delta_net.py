@@ -112,13 +112,6 @@ def test_a_row_begun_anew_forgets(tokens, whole, stepped):
   jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[:, 1], y), cache, kept)
 
 
-def test_cache_has_a_state_for_each_delta_net(hybrid):
-  cache = decoder.init_cache(hybrid, 3, 10, jnp.bfloat16)
-  assert cache.kv.keys.shape == (2, 3, 2, 16, 10) and cache.length == 10
-  assert cache.delta.tails.shape == (2, 3, 3, 80) and cache.delta.tails.dtype == jnp.bfloat16
-  assert cache.delta.states.shape == (2, 3, 4, 8, 12) and cache.delta.states.dtype == jnp.float32
-
-
 def test_routes_replayed(hybrid, hybrid_params, tokens):
   """A model's own routes change nothing; others do; -1 leaves the choice to the router."""
   args = (hybrid, hybrid_params, tokens, SEGMENTS, POSITIONS)
