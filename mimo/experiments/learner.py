@@ -133,10 +133,23 @@ class Learner:
         return
 
 
+# Of aux, what the trainer adds to the objective's.
+_OWN = ('entropy_sum', 'routed_sum', 'route_difference_sum')
+
+
 def _objective(aux: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-  """Returns the objective's ratios, the entropy and the masked share of one set of tokens."""
-  row = summarise({name: leaf for name, leaf in aux.items() if name != 'entropy_sum'})
+  """Returns the objective's ratios, the entropy and the masked share of one set of tokens.
+
+  Where routes are replayed, also the share of the layers that a token passed whose router chooses
+  other experts than the sampler's did.
+  """
+  row = summarise({name: leaf for name, leaf in aux.items() if name not in _OWN})
   tokens = float(row[names.TOKENS])
   entropy = np.float64(aux['entropy_sum'] / tokens if tokens else math.nan)
   masked = row[names.MASKED_LOW] + row[names.MASKED_HIGH]
-  return row | {'entropy': entropy, names.MASKED_SHARE: masked}
+  added = {'entropy': entropy, names.MASKED_SHARE: masked}
+  if 'routed_sum' in aux:
+    known = float(aux['routed_sum'])
+    share = aux['route_difference_sum'] / known if known else math.nan
+    added['route_difference'] = np.float64(share)
+  return row | added

@@ -80,6 +80,36 @@ def forward(
   return model.apply(variables, tokens, context, None, routes)[0]
 
 
+def forward_replayed(
+  config: ModelConfig,
+  params: Mapping[str, Any],
+  tokens: jax.Array,
+  segment_ids: jax.Array,
+  positions: jax.Array,
+  routes: jax.Array,
+  *,
+  dtype: Any = jnp.float32,
+  remat: Remat = False,
+  parallel: Parallel | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """`forward` with routes, and how many layers would have sent a token elsewhere.
+
+  Returns:
+    (hidden, [B, T] int32: of the layers, those whose router chooses others than the given ones).
+  """
+  chex.assert_equal_shape([tokens, segment_ids, positions])
+  _check_routes(config, tokens, routes)
+  model = Decoder(config, dtype, remat, parallel=parallel)
+  context = _full_context(config, segment_ids, positions)
+  (hidden, _), state = model.apply(
+    _variables(params, None), tokens, context, None, routes, mutable=[moe.DIFFERENT]
+  )
+  layers_of = jax.tree.leaves(
+    state[moe.DIFFERENT]
+  )  # [L / p, B, T] for each position of the pattern
+  return hidden, jnp.sum(jnp.concatenate(layers_of), axis=0, dtype=jnp.int32)
+
+
 def input_amax(
   config: ModelConfig,
   params: Mapping[str, Any],

@@ -21,8 +21,10 @@ from mimo.models.grouped import grouped_matmul
 from mimo.models.parallel import Parallel
 from mimo.types import RouteShape
 
-# A variable collection: the experts that each token was sent to.
+# Variable collections: the experts that each token was sent to, and where those that were given are
+# not the router's own choice.
 ROUTES = 'routes'
+DIFFERENT = 'different'
 
 
 def route_shape(config: ModelConfig) -> RouteShape | None:
@@ -103,6 +105,16 @@ def route(
   if normalise:
     weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
   return ids, weights
+
+
+def differs(logits: jax.Array, given: jax.Array) -> jax.Array:
+  """Whether experts that were given, [..., k], are not those that the logits [..., E] choose. [...]
+
+  In whatever order; where none are given (-1) nothing differs.
+  """
+  own = jax.lax.top_k(jax.lax.stop_gradient(logits), given.shape[-1])[1]
+  held = jnp.any(given[..., :, None] == own[..., None, :], axis=-1)
+  return jnp.any(~held & (given >= 0), axis=-1)
 
 
 def experts(
@@ -296,12 +308,10 @@ class MoE(nn.Module):
     """
     c = self.config.moe
     assert c is not None
-    ids, weights = route(
-      self.router(x.astype(jnp.float32)),
-      c.experts_per_token,
-      normalise=c.norm_topk_prob,
-      given=routes,
-    )
+    logits = self.router(x.astype(jnp.float32))
+    ids, weights = route(logits, c.experts_per_token, normalise=c.norm_topk_prob, given=routes)
+    if routes is not None and self.is_mutable_collection(DIFFERENT):
+      self.put_variable(DIFFERENT, 'tokens', differs(logits, routes))
     if self.is_mutable_collection(ROUTES):
       self.put_variable(ROUTES, 'ids', jnp.where(present[..., None], ids, -1))
     ids = jnp.where(present[..., None], ids, c.num_experts)

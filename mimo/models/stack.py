@@ -171,7 +171,7 @@ class Decoder(nn.Module):
     x = jnp.where(context.present[..., None], x, 0)
     how = (c, self.dtype, self.quant_kind, self.kv_quant, self.parallel)
     period = len(c.pattern)
-    collections = ('params', layers.INPUT_SCALES, layers.INPUT_AMAX, moe.ROUTES)
+    collections = ('params', layers.INPUT_SCALES, layers.INPUT_AMAX, moe.ROUTES, moe.DIFFERENT)
     scan = functools.partial(
       nn.scan,
       variable_axes=dict.fromkeys(collections, 0),

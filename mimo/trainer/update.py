@@ -25,7 +25,7 @@ import optax
 from jax.sharding import Mesh
 
 from mimo.models.config import ModelConfig
-from mimo.models.decoder import forward, head_matrix
+from mimo.models.decoder import forward, forward_replayed, head_matrix
 from mimo.models.parallel import Parallel, constrain
 from mimo.models.table import nest, table
 from mimo.objectives import Correction, merge_aux, policy_loss
@@ -86,22 +86,36 @@ def token_logps(spec: Spec, params: Any, micro: MicroBatch) -> tuple[jax.Array, 
     (logps [R, M, 1 + K] float32, the target first; entropy [R, M] float32), over the full
     vocabulary after temperature, in nats. Candidates of id -1 give 0.
   """
+  return _run(spec, params, micro)[:2]
+
+
+def _run(
+  spec: Spec, params: Any, micro: MicroBatch
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+  """`token_logps`, and the share of layers whose replayed routes are not the router's choice.
+
+  [R, M] float32, of the pass that predicts each trained token, NaN where no routes are known; None
+  where none are replayed.
+  """
   _check(spec, micro)
   parallel = Parallel(spec.mesh)
-  hidden = forward(
-    spec.model,
-    params,
-    micro.tokens,
-    micro.segment_ids,
-    micro.positions,
-    dtype=jnp.dtype(spec.config.compute_dtype),
-    remat='host' if 'residuals' in spec.config.offload else spec.config.remat,
-    parallel=parallel,
-    routes=micro.routes if spec.config.replay_routes else None,
-  )
+  given = (spec.model, params, micro.tokens, micro.segment_ids, micro.positions)
+  how: dict[str, Any] = {
+    'dtype': jnp.dtype(spec.config.compute_dtype),
+    'remat': 'host' if 'residuals' in spec.config.offload else spec.config.remat,
+    'parallel': parallel,
+  }
+  different = None
+  if spec.config.replay_routes:
+    hidden, layers = forward_replayed(*given, micro.routes, **how)
+    known = jnp.all(micro.routes >= 0, axis=(-2, -1))
+    share = jnp.where(known, layers / spec.model.num_layers, jnp.nan)
+    different = jnp.take_along_axis(share, micro.predict, axis=1)
+  else:
+    hidden = forward(*given, **how)
   hidden = constrain(parallel, hidden, 'rows', 'context', None)
   # Only these go through the head: an array of every position and candidate is never made.
-  return trained_logps(
+  logps, entropy = trained_logps(
     parallel,
     hidden,
     head_matrix(spec.model, params).astype(LOGITS_DTYPE),
@@ -110,12 +124,22 @@ def token_logps(spec: Spec, params: Any, micro: MicroBatch) -> tuple[jax.Array, 
     temperature=spec.config.temperature,
     chunk=spec.config.head_chunk_tokens,
   )
+  return logps, entropy, different
 
 
 def objective(
-  spec: Spec, micro: MicroBatch, logps: jax.Array, entropy: jax.Array, denominator: jax.Array
+  spec: Spec,
+  micro: MicroBatch,
+  logps: jax.Array,
+  entropy: jax.Array,
+  denominator: jax.Array,
+  different: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The micro-batch's share of the batch's loss, and aux: sums and counts, [num_sources] each."""
+  """The micro-batch's share of the batch's loss, and aux: sums and counts, [num_sources] each.
+
+  `different` is the share of layers that would have sent a token elsewhere, NaN where that is not
+  known, [R, M] float32, where routes are replayed.
+  """
   loss, aux = policy_loss(
     logp_trainer=logps[..., 0],
     logp_trainer_candidates=logps[..., 1:],
@@ -130,8 +154,12 @@ def objective(
     source=micro.source,
     num_sources=spec.num_sources,
   )
-  entropies = {'entropy_sum': jax.lax.stop_gradient(entropy)}
-  return loss, aux | accumulate(entropies, micro.mask, micro.source, spec.num_sources)
+  sums = {'entropy_sum': jax.lax.stop_gradient(entropy)}
+  if different is not None:
+    known = jnp.isfinite(different)
+    sums['routed_sum'] = known.astype(jnp.float32)
+    sums['route_difference_sum'] = jnp.where(known, different, 0.0)
+  return loss, aux | accumulate(sums, micro.mask, micro.source, spec.num_sources)
 
 
 def micro_step(
@@ -142,7 +170,8 @@ def micro_step(
 
   def loss_of(policy: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     policy = hold_frozen(spec.model, spec.config, policy)
-    return objective(spec, micro, *token_logps(spec, policy, micro), denominator)
+    logps, entropy, different = _run(spec, policy, micro)
+    return objective(spec, micro, logps, entropy, denominator, different)
 
   (loss, aux), grads = jax.value_and_grad(loss_of, has_aux=True)(policy_params(params))
   return Total(
@@ -154,9 +183,10 @@ def zero_total(spec: Spec, params: Any) -> Total:
   """Nothing summed yet, for parameters of these shapes."""
   micro = empty_micro_batch(Bucket(tokens=1, trained=1, rows=1), num_candidates=1)
   one = jnp.zeros((1, 1))
+  different = one if spec.config.replay_routes else None
   # What aux holds is the objective's to say; its leaves do not depend on a bucket's shape.
   shapes = jax.eval_shape(
-    functools.partial(objective, spec), micro, jnp.zeros((1, 1, 2)), one, one[0, 0]
+    functools.partial(objective, spec), micro, jnp.zeros((1, 1, 2)), one, one[0, 0], different
   )
   loss, aux = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   return Total(jax.tree.map(jnp.zeros_like, params), loss, aux)

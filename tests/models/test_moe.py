@@ -168,3 +168,10 @@ def test_weights_have_the_gradient_of_a_softmax_over_the_chosen():
   np.testing.assert_allclose(
     jax.grad(log_weight)(jnp.asarray(LOGITS))[0], [0, 1 - 4 / 7, -3 / 7, 0], atol=1e-6
   )
+
+
+def test_where_others_are_given_than_the_logits_choose():
+  """The order is of no matter; what is not given differs from nothing."""
+  given = jnp.array([[2, 1], [1, 2], [1, 3], [3, 0], [-1, -1]], jnp.int16)
+  different = moe.differs(jnp.asarray(np.repeat(LOGITS, 5, axis=0)), given)
+  assert different.tolist() == [False, False, True, True, False]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -179,7 +180,10 @@ def logps(spec, params, trajectories):
 
 
 def _reference(directory, trajectory, routes):
-  """Log-probs of the sampled tokens by transformers in float64, the router's choice given."""
+  """Log-probs of the sampled tokens by transformers in float64, the router's choice given.
+
+  And whether its own would have been another, [L, S].
+  """
   import torch
   import transformers
   from transformers.models.qwen3_moe import modeling_qwen3_moe
@@ -188,7 +192,8 @@ def _reference(directory, trajectory, routes):
     def forward(self, hidden_states):
       logits = torch.nn.functional.linear(hidden_states, self.weight)
       ids = torch.topk(logits, self.top_k, dim=-1)[1]
-      ids = torch.where(self.given >= 0, self.given, ids)
+      own, ids = ids, torch.where(self.given >= 0, self.given, ids)
+      self.differs = (own.sort(-1)[0] != ids.sort(-1)[0]).any(-1)
       weights = torch.softmax(logits, dim=-1).gather(-1, ids)
       return logits, weights / weights.sum(-1, keepdim=True), ids
 
@@ -202,42 +207,58 @@ def _reference(directory, trajectory, routes):
     logits = loaded(torch.tensor(trajectory.tokens[None].astype(np.int64))).logits[0]
   found = torch.log_softmax(logits / TEMPERATURE, dim=-1).numpy()
   at = np.flatnonzero(trajectory.sampled)
-  return found[at - 1, trajectory.tokens[at]]
+  differs = np.stack([block.mlp.gate.differs.numpy() for block in loaded.model.layers])
+  return found[at - 1, trajectory.tokens[at]], differs[:, at - 1]
+
+
+@functools.cache
+def _trainer(spec):
+  return update.Trainer(
+    spec.model, spec.config, correction=spec.correction, num_sources=1, mesh=spec.mesh
+  )
+
+
+def _update(spec, params, trajectories, **changes):
+  batch = _pack(trajectories, spec.model)
+  batch = dataclasses.replace(batch, micro=(batch.micro[0]._replace(**changes),))
+  trainer = _trainer(spec)
+  assert trainer.routes == route_shape(spec.model)
+  return trainer.update(trainer.init_state(params), batch)
 
 
 @pytest.mark.reference
-def test_log_probs_are_those_of_the_samplers_choice(model, params, trajectories, logps, tmp_path):
+def test_log_probs_are_those_of_the_samplers_choice(spec, params, trajectories, logps, tmp_path):
   """Packed behind one another; with routes shifted by a token, or without, they are others."""
+  model, differs = spec.model, []
   policy = jax.tree.map(lambda x: jnp.asarray(x).astype(jnp.bfloat16), params)
   write_view(tmp_path, model, named_tensors(model, policy), ViewSpec('bf16'), tokenizer_files={})
   replayed, free = logps(), logps(lambda ids: np.full_like(ids, -1))
   apart = 0.0
   for trajectory, ours, own in zip(trajectories, replayed, free, strict=True):
     assert (trajectory.routes[:-1] >= 0).all() and (trajectory.routes[-1] == -1).all()
-    expected = _reference(tmp_path, trajectory, trajectory.routes)
+    expected, other = _reference(tmp_path, trajectory, trajectory.routes)
+    differs += other.mean(axis=0).tolist()
     np.testing.assert_allclose(ours, expected, atol=2e-5)
-    none = _reference(tmp_path, trajectory, np.full_like(trajectory.routes, -1))
+    none, _ = _reference(tmp_path, trajectory, np.full_like(trajectory.routes, -1))
     np.testing.assert_allclose(own, none, atol=2e-5)
     apart = max(apart, np.abs(expected - none).max())
   assert apart > 0.01, 'the sampler chose as the trainer does: nothing was tested'
+  _, metrics = _update(spec, params, trajectories)
+  assert float(metrics['aux']['routed_sum'][0]) == len(differs)
+  share = float(metrics['aux']['route_difference_sum'][0]) / len(differs)
+  assert share == pytest.approx(np.mean(differs), abs=1e-6) and 0.0 < share < 0.9
   shifted = logps(lambda ids: np.roll(ids, 1, axis=1))
   assert max(np.abs(a - b).max() for a, b in zip(shifted, replayed, strict=True)) > 0.01
 
 
 def test_what_differs_is_replayed_and_the_gradient_follows(spec, params, trajectories):
   """The router still learns: its weights of the chosen experts are this model's."""
-  batch = _pack(trajectories, spec.model)
-  trainer = update.Trainer(
-    spec.model, spec.config, correction=spec.correction, num_sources=1, mesh=spec.mesh
-  )
-  assert trainer.routes == route_shape(spec.model)
-  state, metrics = trainer.update(trainer.init_state(params), batch)
+  state, metrics = _update(spec, params, trajectories)
   assert float(metrics['grad_norm']) > 0 and float(metrics['skipped']) == 0
   router = state.params['layers']['moe']['router']['kernel']
   assert np.abs(np.asarray(router) - params['layers']['moe']['router']['kernel']).max() > 1e-4
   with pytest.raises(ValueError, match='replay_routes is True and the batch brings no routes'):
-    bare = dataclasses.replace(batch, micro=(batch.micro[0]._replace(routes=None),))
-    trainer.update(trainer.init_state(params), bare)
+    _update(spec, params, trajectories, routes=None)
 
 
 def test_every_mesh_replays_alike(spec, params, trajectories):
