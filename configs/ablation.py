@@ -1,4 +1,4 @@
-"""The study on one machine: which corrections keep mixed samplers stable.
+r"""The study on one machine: which corrections keep mixed samplers stable.
 
 Runs:      a grid of cells `fleet/arm/staleness`, each with several seeds, on `repair` with a policy
            of 0.12M parameters that the command makes first. Sampling is simulated: tokens are drawn
@@ -10,7 +10,8 @@ Command:   python -m mimo.experiments.ablate --config=configs/ablation.py --work
                --grid=quick
 Grids:     quick (the main comparison, one seed), main (five seeds), more (further arms, staleness
            near 0 and 16, nvfp4 alone), all
-One cell:  python -m mimo.experiments.train --config=configs/ablation.py:mixed/grpo/near16
+One cell:  python -m mimo.experiments.train --config=configs/ablation.py:mixed/grpo/near16 \
+               --config.policy=runs/ablation/policy-<digest>
 """
 
 import itertools

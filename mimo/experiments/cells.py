@@ -83,8 +83,14 @@ def resolve(
   cell: Cell,
   overrides: Mapping[str, Any] | None = None,
 ) -> config_dict.ConfigDict:
-  """Returns the configuration of a cell, with the same overrides as every other cell."""
+  """Returns the configuration of a cell, with the same overrides as every other cell.
+
+  Raises ValueError for an override of a key that the cell does not have.
+  """
   config = get_config(cell.kind)
+  unknown = sorted({*(overrides or {})} - {*_leaves(config.to_dict())})
+  if unknown:
+    raise ValueError(f'{cell} has no key {unknown[0]!r}; expected overrides that fit every cell')
   with config.unlocked():
     config.update_from_flattened_dict(dict(overrides or {}))
     config.seed = cell.seed

@@ -41,6 +41,12 @@ def test_runs_share_everything_except_what_their_cell_changes():
     assert bool(differing) == (kind != 'mixed/sc_mis/usual' or seed > 0)
 
 
+def test_an_override_fits_every_cell_or_none():
+  assert _config('mixed/grpo/usual', **{'pools.h100_fp8.sessions': 3}).pools.h100_fp8.sessions == 3
+  with pytest.raises(ValueError, match=r"homogeneous/grpo/usual/0 has no key 'pools.h100_fp8"):
+    _config('homogeneous/grpo/usual', **{'pools.h100_fp8.sessions': 3})
+
+
 def test_every_fleet_is_as_large_and_as_fast():
   for fleet in ('homogeneous', 'mixed', 'nvfp4'):
     pools = _config(f'{fleet}/grpo/usual').pools.values()
