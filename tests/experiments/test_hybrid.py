@@ -48,6 +48,7 @@ def test_two_updates_from_three_views(tiny_config, tmp_path, monkeypatch) -> Non
     tiny_config.policy = str(tmp_path / 'policy')
     tiny_config.updates = 2
     tiny_config.trainer.freeze_router = True
+    tiny_config.trainer.replay_routes = True
     for name, form in _FORMATS.items():
       tiny_config.pools[name].format = form
       tiny_config.pools[name].kv_cache_dtype = 'bf16'  # pools that compute alike compile once
@@ -67,6 +68,12 @@ def test_two_updates_from_three_views(tiny_config, tmp_path, monkeypatch) -> Non
   # The bf16 pool serves the trainer's very policy, through another code path and rounded caches.
   assert kl['bf16'] < 1e-5
   assert all(1e-5 < kl[form] < 0.5 for form in kl if form != 'bf16')
+  # Its routes are the trainer's own; experts that were rounded are chosen a little differently.
+  other = {
+    form: first[f'source/{pool}/route_difference'] for pool, form in _FORMATS.items() if form in kl
+  }
+  assert other['bf16'] < 0.01 and all(0 < other[form] < 0.5 for form in other if form != 'bf16')
+  assert 0 < first['train/route_difference'] < 0.5
 
   config, after, _ = load_policy(tmp_path / 'run')
   assert config.family == 'qwen3_5_moe_text' and config.pattern == model.pattern

@@ -177,7 +177,7 @@ def _request(name, tokens, turn_tokens, *, routes_from=None):
 
 
 def test_turns_tell_the_routes_of_what_was_run(server, policies, model, chosen):
-  """A turn in several blocks, then one that goes on from it, all of whose prompt is cached."""
+  """A turn in several blocks, then one that goes on from it, most of whose prompt is cached."""
   prompt = np.random.default_rng(0).integers(0, VOCAB, 40)
 
   async def scenario(client):
@@ -224,6 +224,23 @@ def test_routes_of_a_turn_under_two_versions(server, policies, model, chosen, pr
   assert (got[:ran] != chosen(policies[1][1], tokens)[:ran]).any()
   if prefix_cache == 'drop':
     np.testing.assert_array_equal(got[ran:], chosen(policies[1][1], tokens)[ran:-1])
+
+
+def test_a_cached_prompt_has_the_routes_of_the_pass_that_cached_it(server, policies, model, chosen):
+  """Of its first block, which is 128 tokens on CPU; the rest is run again."""
+  prompt = np.random.default_rng(3).integers(0, VOCAB, 150)
+
+  async def scenario(client):
+    await client.activate(_activation(policies[0][0], 30))
+    await client.generate(_request('old', prompt, 3, routes_from=0))
+    await client.activate(_activation(policies[1][0], 31))
+    return await client.generate(_request('new', prompt, 3, routes_from=0))
+
+  turn = _run(server, scenario)
+  check_routes(turn.routes, route_shape(model), start=0, end=152)
+  got = np.sort(turn.routes.ids)
+  np.testing.assert_array_equal(got[:128], chosen(policies[0][1], prompt)[:128])
+  assert (got[:128] != chosen(policies[1][1], prompt)[:128]).any()
 
 
 def test_the_stock_route_tells_the_same(server, policies):
