@@ -58,11 +58,6 @@ class Param:
   fuse_group: str | None
 
   @property
-  def stacked(self) -> bool:
-    """Whether the leaf has a leading dimension of layers."""
-    return self.layers is not None
-
-  @property
   def lead_shape(self) -> tuple[int, ...]:
     """The leading dimensions of the leaf, which an index into it fixes: layers, then experts."""
     return (
