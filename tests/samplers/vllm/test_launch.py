@@ -81,3 +81,13 @@ def test_environment_adds_the_plugin_to_those_that_are_there():
 def test_refusals(changes, message):
   with pytest.raises(ValueError, match=message):
     _settings(**changes)
+
+
+def test_routes_need_vllms_second_model_runner_and_a_prefix_cache():
+  settings = _settings(routes=True)
+  assert '--enable-return-routed-experts' in server_command(settings)
+  assert server_environment(settings, {})['VLLM_USE_V2_MODEL_RUNNER'] == '1'
+  assert '--enable-return-routed-experts' not in server_command(_settings())
+  assert 'VLLM_USE_V2_MODEL_RUNNER' not in server_environment(_settings(), {})
+  with pytest.raises(ValueError, match='routes is True and prefix_caching is False; expected True'):
+    _settings(routes=True, prefix_caching=False)

@@ -19,7 +19,7 @@ from mimo.samplers.vllm.messages import (
 )
 from mimo.samplers.vllm.records import FlatRecord
 from mimo.samplers.vllm.routes import Routes
-from mimo.types import FinishReason, SamplingParams, Version, VersionSpan
+from mimo.types import FinishReason, RouteShape, SamplingParams, Version, VersionSpan
 
 SAMPLING = SamplingParams(
   temperature=1.0, top_p=1.0, top_k=0, candidates=2, max_turn_tokens=4, stop_ids=()
@@ -33,6 +33,7 @@ class FakeEngine:
   max_tokens = 6
   max_candidates = 2
   temperatures = (0.01, 2.0)
+  routes = None
 
   def __init__(self, directory):
     self.start_directory = directory
@@ -146,9 +147,13 @@ def _run(activation, scenario, *, activated=True):
   asyncio.run(main())
 
 
-def _request(tokens=(1, 2), *, sampling=SAMPLING, min_version=None, keep_alive_secs=5.0):
+def _request(
+  tokens=(1, 2), *, sampling=SAMPLING, min_version=None, keep_alive_secs=5.0, routes_from=None
+):
   ids = np.array(tokens, np.int32)
-  return wire.GenerateRequest('r', ids, sampling, None, min_version, keep_alive_secs).encode()
+  return wire.GenerateRequest(
+    'r', ids, sampling, None, min_version, keep_alive_secs, routes_from
+  ).encode()
 
 
 def test_a_turn_in_one_piece(activation):
@@ -228,6 +233,7 @@ def _changed(**changes):
     (_request(sampling=_changed(temperature=0.001)), Outcome.BAD_REQUEST, 'temperature is 0.001'),
     (_request(sampling=_changed(temperature=3.0)), Outcome.BAD_REQUEST, 'temperature is 3.0'),
     (_request(keep_alive_secs=0.0), Outcome.BAD_REQUEST, 'keep_alive_secs is 0.0'),
+    (_request(routes_from=0), Outcome.BAD_REQUEST, 'expected a server that tells them'),
   ],
 )
 def test_refusals_have_a_status_and_a_name(activation, body, outcome, message):
@@ -266,6 +272,17 @@ def test_status_and_traffic_before_an_activation(activation):
     assert Status.decode(body).version == Version(1, 0, 0)
 
   _run(activation, scenario, activated=False)
+
+
+def test_routes_are_asked_for_from_a_token_of_the_prompt(activation):
+  async def scenario(routes, engine):
+    engine.routes = RouteShape(2, 8, 2)
+    for first, expected in ((0, 200), (2, 200), (3, 400), (-1, 400)):
+      status, body = await Call(routes, GENERATE_PATH, _request(routes_from=first)).answer()
+      assert status == expected
+    assert 'routes_from is -1; expected a number in [0, 2]' in Failure.decode(body).message
+
+  _run(activation, scenario)
 
 
 def test_nothing_is_served_without_an_engine():

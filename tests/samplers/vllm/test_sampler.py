@@ -20,7 +20,7 @@ from mimo.samplers.vllm.client import ClientLimits, VllmClient
 from mimo.samplers.vllm.messages import Failure, Outcome
 from mimo.samplers.vllm.replica import ReplicaReport
 from mimo.samplers.vllm.sampler import RetryLimits, VllmSampler, check_status
-from mimo.types import SamplingParams, Source, Version
+from mimo.types import RouteShape, SamplingParams, Source, Version
 
 # Server and client share this process: where it is slow, no bound may be reached by that.
 _LIMITS = ClientLimits(
@@ -94,6 +94,25 @@ async def _until(condition) -> None:
 
 def _tokens(*ids: int) -> np.ndarray:
   return np.array(ids, np.int32)
+
+
+def test_each_turn_asks_for_the_routes_that_none_before_it_told() -> None:
+  shape = RouteShape(layers=2, experts=8, per_token=2)
+
+  async def use(sampler, server):
+    check_status(server.state, sampler.contract, candidates=16)
+    other = dataclasses.replace(sampler.contract, routes=RouteShape(2, 8, 3))
+    with pytest.raises(ValueError, match=r'routes are RouteShape.*per_token=2\); expected Route'):
+      check_status(server.state, other, candidates=16)
+    first = await sampler.sample('s', _tokens(5, 6), _PARAMS, _KEY)
+    longer = np.concatenate([_tokens(5, 6), first.tokens, _tokens(90)])
+    second = await sampler.sample('s', longer, _PARAMS, _KEY)
+    return first, second, [request.routes_from for request in server.requests]
+
+  first, second, asked = _run(scripted.at_once, use, routes=shape)
+  assert len(first.tokens) == 8 and asked == [0, 9]
+  rules.check_routes(first.routes, shape, start=0, end=9)
+  rules.check_routes(second.routes, shape, start=9, end=18)
 
 
 def test_a_session_of_two_turns() -> None:
