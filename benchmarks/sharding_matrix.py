@@ -73,9 +73,9 @@ _MOE = {key: value for key, value in _DENSE.items() if key != 'intermediate_size
   'norm_topk_prob': True,
   'tie_word_embeddings': False,
 }
-# Gated delta nets and gated attention in turn. Where the state is short-lived a delta net's result
-# is often near zero, and its norm then divides by eps: at 1e-6 float32's own rounding moves these
-# gradients by 1e-4, also between one device and rows apart on 8; at 1e-3 by 2e-6.
+# Gated delta nets and gated attention in turn. Where a delta net's result is near zero its norm
+# divides by eps: at 1e-6 float32's own rounding can move gradients by 1e-4, also between one device
+# and rows apart on 8.
 _HYBRID = _MOE | {
   'model_type': 'qwen3_5_moe_text',
   'architectures': ['Qwen3_5MoeForCausalLM'],
@@ -106,10 +106,21 @@ class Case(NamedTuple):
 
 
 def make_case(name: str) -> Case:
-  """Returns the case of a model of `MODELS`. The embedding is large, so that log-probs differ."""
+  """Returns the case of a model of `MODELS`.
+
+  Its embedding is large, so that log-probs differ, and its delta nets remember for between a few
+  and hundreds of tokens, so that what crosses devices matters: fresh ones forget within a token.
+  """
   model = ModelConfig.from_hf(MODELS[name])
   params = jax.device_get(decoder.init(model, jax.random.key(0)))
   params['embed']['embedding'] = 20 * params['embed']['embedding']
+  rng = np.random.default_rng(0)
+
+  def slow(path: Any, x: Any) -> Any:
+    remembers = rng.uniform(3, 300, np.shape(x)).astype(np.float32)
+    return -np.log(remembers) if path[-1].key == 'A_log' else x
+
+  params = jax.tree_util.tree_map_with_path(slow, params)
   return Case(model, params, _micro_batch(np.random.default_rng(0)))
 
 

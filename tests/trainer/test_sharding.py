@@ -57,12 +57,20 @@ def test_every_mesh_gives_the_same_update(model, params, batch, sizes, capfd):
     assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
 
 
+@pytest.fixture
+def quick_to_compile():
+  """Compilation takes the time of these tests, not what is compiled."""
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
 # The whole matrix is `python -m benchmarks.sharding_matrix`.
 @pytest.mark.parametrize(
   ('name', 'meshes'),
   [('dense', ('fsdp=2,context=2,tensor=2',)), ('hybrid', ('expert=4,context=2',))],
 )
-def test_packed_rows_cross_devices(name, meshes):
+def test_packed_rows_cross_devices(name, meshes, quick_to_compile):
   case = sharding_matrix.make_case(name)
   shard = sharding_matrix.TOKENS // 8
   ids = case.micro.segment_ids
