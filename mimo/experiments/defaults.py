@@ -57,7 +57,7 @@ def base(arm: str) -> config_dict.ConfigDict:
         'warmup_updates': 2,
         'compute_dtype': 'float32',  # weights are rounded to bf16 all the same
         'remat': False,
-        'offload': '',  # to the host: 'moments', 'residuals' (what remat keeps), or both with a comma
+        'offload': '',  # to the host: 'moments', 'residuals' (of remat), or both with a comma
         'freeze_router': False,  # of experts: no gradient and no decay
         'replay_routes': False,  # sends tokens to the experts that their sampler sent them to
         'rows': 8,
