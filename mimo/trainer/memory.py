@@ -24,7 +24,7 @@ from mimo.models.parallel import MESH_AXES, Parallel, only, spec_axes
 from mimo.models.parallel_mixers import EXPERT_TOKENS
 from mimo.models.table import Param, table
 from mimo.trainer.packing import Bucket
-from mimo.trainer.state import TrainerConfig
+from mimo.trainer.state import TrainerConfig, replayed_routes
 
 _F32 = 4
 
@@ -281,7 +281,9 @@ class _Work:
 
   def batch(self, num_candidates: int) -> int:
     """The micro-batch itself."""
-    return 12 * self.tokens + self._trained() * (8 * num_candidates + 22)
+    shape = replayed_routes(self.model, self.config)
+    routes = 0 if shape is None else 2 * shape.layers * shape.per_token
+    return (12 + routes) * self.tokens + self._trained() * (8 * num_candidates + 22)
 
   def _trained(self) -> int:
     return self._local((self.bucket.rows, self.bucket.trained), ('rows', 'context'))

@@ -7,8 +7,8 @@ import pytest
 
 from mimo.models.config import ModelConfig
 from mimo.trainer import memory
-from mimo.trainer.packing import Bucket
-from mimo.trainer.state import TrainerConfig
+from mimo.trainer.packing import Bucket, empty_micro_batch
+from mimo.trainer.state import TrainerConfig, replayed_routes
 
 _QWEN = pathlib.Path(__file__).parents[2] / 'configs' / 'qwen3_6_35b_a3b' / 'config.json'
 
@@ -66,3 +66,16 @@ def test_what_goes_to_the_host(qwen):
   assert away.host == kept + moments
   assert remat.device - away.device == away.host
   assert plan().device > 5 * remat.device
+
+
+def test_a_micro_batch_with_the_routes_that_are_replayed(qwen):
+  """40 layers, 8 experts each, 2 bytes an id."""
+  bucket, parallel = Bucket(tokens=16, trained=8, rows=2), memory.make_parallel({})
+  for replayed in (False, True):
+    config = TrainerConfig(learning_rate=1.0, replay_routes=replayed)
+    plan = memory.make_plan(qwen, config, bucket, num_candidates=3, parallel=parallel)
+    micro = empty_micro_batch(bucket, 3, replayed_routes(qwen, config))
+    counted = {line.name: line for line in plan.step}['micro-batch'].device
+    assert counted == sum(leaf.nbytes for leaf in micro if leaf is not None)
+    assert (micro.routes is None) != replayed
+  assert micro.routes.nbytes == 32 * 40 * 8 * 2
