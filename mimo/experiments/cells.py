@@ -146,10 +146,15 @@ def _summary(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     means |= {names.of_source(pool, name) for name in (*_OBJECTIVE, 'reward')}
   out = {}
   for name in sorted(found & {*means, *_MAXIMA}):
-    values = [r[name] for r in records if r.get(name) is not None and math.isfinite(r[name])]
+    values = [r[name] for r in records if _is_number(r.get(name))]
     if values:
       out[name] = max(values) if name in _MAXIMA else math.fsum(values) / len(values)
   return out
+
+
+def _is_number(value: Any) -> bool:
+  """Returns whether a record's value is a scalar that was measured; histograms share names."""
+  return isinstance(value, int | float) and math.isfinite(value)
 
 
 class Results:

@@ -86,6 +86,8 @@ def _metrics(path, updates=4):
     if step % 2:
       record['train/drift'] = 0.25 * step
     records.append(record)
+    # Histograms are records of their own, and one has a scalar's name.
+    records.append({'step': step, 'train/kl': {'edges': [0, 1], 'counts': [3]}})
     if step % 2 == 0:
       records.append({'step': step, 'eval/heldout/pass@1': 0.5 + step / 10})
   path.write_text('\n'.join(map(json.dumps, records)) + '\n')
