@@ -183,7 +183,7 @@ def make_trainer_config(config: config_dict.ConfigDict) -> TrainerConfig:
   )
   return TrainerConfig(
     temperature=config.sampling.temperature,
-    offload=tuple(filter(None, options.offload.split(','))),
+    offload=tuple(filter(None, map(str.strip, options.offload.split(',')))),
     **{name: options[name] for name in copied},
   )
 

@@ -22,6 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from ml_collections import config_dict
 
+from mimo.experiments import settings
 from mimo.models.config import ModelConfig
 from mimo.models.table import hf_params, leaf, table
 from mimo.trainer import sharding
@@ -62,7 +63,8 @@ def make_cluster(config: config_dict.ConfigDict) -> Cluster:
   """
   stated: dict[str, Any] = {'coordinator': '', 'processes': 1, 'process': 0}
   if 'distributed' in config:
-    stated |= config.distributed.to_dict()
+    for key, value in config.distributed.items():
+      stated[settings.one_of('distributed', key, _KEYS)] = value
   for key, variable in _KEYS.items():
     if variable in os.environ:
       text = os.environ[variable]

@@ -68,7 +68,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
   for part in filter(None, text.split(',')):
     axis, _, size = (piece.strip() for piece in part.partition('='))
     one_of('trainer.mesh', axis, MESH_AXES)
-    if not size.isdigit() or axis in sizes:
+    if not size.isdecimal() or axis in sizes:
       raise ValueError(f'trainer.mesh is {text!r}; expected one size of {axis}, a whole number')
     sizes[axis] = int(size)
   return sizes

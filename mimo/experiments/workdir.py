@@ -36,6 +36,20 @@ def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = '')
   return keys
 
 
+def _stated(config: Mapping[str, Any], key: str) -> str:
+  """Says what a configuration has under a dotted key, which one of another release may lack."""
+  value: Any = config
+  for part in key.split('.'):
+    if part not in value:
+      return 'is not stated'
+    value = value[part]
+  return f'is {value!r}'
+
+
+def _others(count: int) -> str:
+  return f' ({count} more differ)' if count else ''
+
+
 def _write_atomically(path: pathlib.Path, text: str) -> None:
   temporary = path.with_name(f'.{path.name}.{os.getpid()}.tmp')
   with open(temporary, 'w', encoding='utf-8') as file:
@@ -103,8 +117,9 @@ class Workdir:
     ]
     if differing:
       raise ValueError(
-        f'{self.path} holds a run whose {differing[0]} differs; expected the same configuration, '
-        'or another --workdir'
+        f'{self.path} holds a run whose {differing[0]} {_stated(self._config, differing[0])} and '
+        f'here {_stated(config, differing[0])}{_others(len(differing) - 1)}; expected the same '
+        'configuration, or another --workdir'
       )
     return True
 

@@ -90,3 +90,6 @@ def test_the_environment_goes_before_the_configuration(monkeypatch):
     hosts.make_cluster(config)
   with pytest.raises(ValueError, match="coordinator is 'a'; expected host:port"):
     hosts.Cluster('a', 2, 0)
+  config.distributed.proceses = 2
+  with pytest.raises(ValueError, match=r"is 'proceses'; expected one of .*mean 'processes'"):
+    hosts.make_cluster(config)

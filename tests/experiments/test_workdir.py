@@ -26,8 +26,24 @@ def test_a_run_may_be_prolonged_but_not_changed(tmp_path) -> None:
   workdir.Workdir(tmp_path, _CONFIG).close()
   workdir.Workdir(tmp_path, {**_CONFIG, 'updates': 9}).close()
   assert json.loads((tmp_path / 'config.json').read_text())['updates'] == 9
-  with pytest.raises(ValueError, match='whose arm differs'):
+  with pytest.raises(
+    ValueError, match="whose arm is 'sc_mis' and here is 'grpo'; expected the same"
+  ):
     workdir.Workdir(tmp_path, {**_CONFIG, 'arm': 'grpo'})
+
+
+def test_says_what_a_run_of_another_release_states_otherwise(tmp_path) -> None:
+  old = {**_CONFIG, 'trainer': {'mesh': {'fsdp': 2}}}
+  new = {**_CONFIG, 'trainer': {'mesh': 'fsdp=2', 'offload': ''}}
+  workdir.Workdir(tmp_path, old).close()
+  with pytest.raises(
+    ValueError, match=r"trainer.mesh is \{'fsdp': 2\} and here is 'fsdp=2' \(1 more differ\)"
+  ):
+    workdir.Workdir(tmp_path, new)
+  del old['trainer']['mesh']
+  (tmp_path / 'config.json').write_text(json.dumps(old))
+  with pytest.raises(ValueError, match=r"trainer.mesh is not stated and here is 'fsdp=2'"):
+    workdir.Workdir(tmp_path, new)
 
 
 def test_refuses_a_directory_in_use_or_of_something_else(tmp_path) -> None:

@@ -1,0 +1,28 @@
+"""From values of a configuration to settings of a room."""
+
+import pytest
+
+from mimo.experiments import factories
+
+
+@pytest.mark.parametrize(
+  ('text', 'expected'),
+  [
+    ('', ()),
+    ('moments', ('moments',)),
+    ('residuals, moments', ('residuals', 'moments')),
+  ],
+)
+def test_offload_is_a_list_in_a_text(tiny_config, text, expected) -> None:
+  tiny_config.trainer.remat = True  # which offloaded residuals need
+  tiny_config.trainer.offload = text
+  assert factories.make_trainer_config(tiny_config).offload == expected
+
+
+def test_settings_of_the_update_are_the_configuration_s(tiny_config) -> None:
+  tiny_config.trainer.freeze_router = True
+  tiny_config.trainer.b2 = 0.5
+  tiny_config.sampling.temperature = 0.75
+  made = factories.make_trainer_config(tiny_config)
+  assert (made.freeze_router, made.replay_routes, made.b2) == (True, False, 0.5)
+  assert made.temperature == 0.75  # one for the samplers and the trainer
