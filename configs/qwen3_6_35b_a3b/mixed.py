@@ -1,7 +1,7 @@
 """Qwen3.6-35B-A3B with sequences of 262,144 tokens: the reference study's settings, 8 unlike pools.
 
 Runs:      32 trainer devices of 180 GiB on 4 hosts; 500 updates of 128 prompts x 8 samples, a save
-           every 10. Micro-batches of 4 rows of 262,144 tokens, each row over 8 devices. One replica
+           every 10. Micro-batches of 4 rows of 262,144 tokens, each row over the 8 devices of a host. One replica
            of each of the study's pools: fp8 on H100 and H200, nvfp4 with BF16 activations on B200
            and B300, bf16 on A100, RTX PRO 6000, H200 and pairs of H100, all with their cache in
            fp8. The task stands in for the study's agentic coding, which is not here yet.
@@ -34,7 +34,7 @@ def get_config(arm: str = 'sc_mis_topp') -> config_dict.ConfigDict:
   config.trainer.warmup_updates = 0
   config.trainer.compute_dtype = 'bfloat16'
   config.trainer.remat = True
-  config.trainer.mesh = 'fsdp=4,context=8'
+  config.trainer.mesh = 'expert=4,context=8'
   config.trainer.rows = 4
   config.trainer.row_tokens = 262_144
   config.trainer.row_trained_tokens = 131_072
