@@ -1,10 +1,11 @@
 """Qwen3.6-35B-A3B with sequences of 262,144 tokens: the reference study's settings, 8 unlike pools.
 
 Runs:      32 trainer devices of 180 GiB on 4 hosts; 500 updates of 128 prompts x 8 samples, a save
-           every 10. Micro-batches of 4 rows of 262,144 tokens, each row over the 8 devices of a host. One replica
-           of each of the study's pools: fp8 on H100 and H200, nvfp4 with BF16 activations on B200
-           and B300, bf16 on A100, RTX PRO 6000, H200 and pairs of H100, all with their cache in
-           fp8. The task stands in for the study's agentic coding, which is not here yet.
+           every 10. Micro-batches of 4 rows of 262,144 tokens, each row over the 8 devices of a
+           host. One replica of each of the study's pools: fp8 on H100 and H200, nvfp4 with BF16
+           activations on B200 and B300, bf16 on A100, RTX PRO 6000, H200 and pairs of H100, all
+           with their cache in fp8. The task stands in for the study's agentic coding, which is not
+           here yet.
 Before:    a Hugging Face directory of the model at runs/qwen3_6_35b_a3b-hf; config.json beside this
            file holds the sizes of its text model, for the memory plan.
 Memory:    python -m mimo.experiments.plan --config=configs/qwen3_6_35b_a3b/mixed.py
