@@ -9,142 +9,33 @@ import math
 import pathlib
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
-
-from ml_collections import config_dict
+from typing import TypeVar
 
 from mimo import fleet
 from mimo.evaluation import evaluate as evaluation
-from mimo.experiments import factories, hosts, records, servers, settings, virtual
-from mimo.experiments.learner import Learner
+from mimo.experiments import factories, hosts, records, servers, virtual
+from mimo.experiments.prepare import Plan, start
 from mimo.experiments.workdir import Workdir
-from mimo.rollouts.asynchronous import AsyncLimits, AsyncRollouts
-from mimo.rollouts.base import Batch, RolloutSettings, RolloutSource
+from mimo.rollouts.asynchronous import AsyncRollouts
+from mimo.rollouts.base import Batch, RolloutSource
 from mimo.rollouts.lockstep import LockstepRollouts
 from mimo.rollouts.simulated import SimulatedRollouts, needed_update
 from mimo.rollouts.versions import live_updates
 from mimo.samplers.base import PinnableSampler, check_contract
 from mimo.samplers.stepped import NativeSteppedSampler
-from mimo.tasks.base import Task
 from mimo.telemetry import metrics, names, report, writers
 from mimo.telemetry.ledger import Ledger
 from mimo.telemetry.progress import Progress, evaluation_line
-from mimo.trainer.drift import Drift
 from mimo.trainer.update import LOGITS_DTYPE
-from mimo.types import SamplingParams, Version
-from mimo.weights.checkpoints import Checkpoints, policy_meta, stacks_of
+from mimo.types import Version
+from mimo.weights.checkpoints import policy_meta
 from mimo.weights.publication import Publisher, ViewFollower
 from mimo.weights.store import FileStore
-from mimo.weights.views import ViewSpec
 
 # Publications that stay in the store: a replica may be this far behind while it loads.
 _KEPT_VERSIONS = 4
-_KEPT_CHECKPOINTS = 2
 
 _T = TypeVar('_T')
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """What a configuration asks for, checked: nothing is written yet."""
-
-  config: config_dict.ConfigDict
-  task: Task
-  policy: factories.Policy
-  pools: tuple[fleet.Pool, ...]
-  sampling: SamplingParams
-  views: dict[str, ViewSpec]
-  limits: AsyncLimits
-  rollouts: RolloutSettings
-  learner_of: Callable[[Any], Learner]
-  abstract_state: Any
-  init_state: Callable[[Any], Any]
-  peers: hosts.Peers
-
-
-def plan(config: config_dict.ConfigDict) -> Plan:
-  """Reads what the configuration names. Raises ValueError or OSError for what cannot be meant."""
-  settings.check(config)
-  policy = factories.make_policy(config.policy, config.task)
-  task = factories.make_task(config.task, policy)
-  for split in ('train', 'heldout'):
-    if not task.size(split):
-      raise ValueError(f'task {task.name}: split {split!r} holds no tasks; expected at least one')
-  factories.check_extras(config)
-  arm = factories.make_arm(config)
-  sampling = factories.make_sampling(config, arm, task)
-  pools = factories.make_pools(config)
-  if config.trainer.row_tokens < task.max_tokens:
-    raise ValueError(
-      f'trainer.row_tokens is {config.trainer.row_tokens}; expected at least '
-      f'{task.max_tokens}, the longest trajectory of {task.name}'
-    )
-  if config.trainer.row_trained_tokens < task.max_sampled_tokens:
-    raise ValueError(
-      f'trainer.row_trained_tokens is {config.trainer.row_trained_tokens}; expected at least '
-      f'{task.max_sampled_tokens}, the most that {task.name} lets a policy draw'
-    )
-  trainer = factories.make_trainer(config, policy.model, arm, len(pools))
-  peers = hosts.Peers()
-
-  def learner_of(state: Any) -> Learner:
-    return Learner(
-      trainer,
-      state,
-      advantage=arm.advantage,
-      buckets=factories.make_buckets(config),
-      num_candidates=config.sampling.candidates,
-      sources=[pool.name for pool in pools],
-      peers=peers,
-      drift=Drift(trainer) if config.drift_every_updates else None,
-    )
-
-  return Plan(
-    config=config,
-    task=task,
-    policy=policy,
-    pools=pools,
-    sampling=sampling,
-    views=factories.make_views(config, pools, policy, task),
-    limits=factories.make_limits(config),
-    rollouts=factories.make_rollout_settings(config, sampling, 0),
-    learner_of=learner_of,
-    abstract_state=trainer.abstract_state(),
-    init_state=trainer.init_state,
-    peers=peers,
-  )
-
-
-def start(plan: Plan, workdir: pathlib.Path) -> tuple[Checkpoints, int | None, Any, dict[str, Any]]:
-  """Restores the newest checkpoint, or starts from the policy.
-
-  Returns:
-    (the checkpoints, the step restored or None, the training state, the step's meta).
-  """
-  origin = plan.policy.origin
-  checkpoints = Checkpoints(
-    workdir / 'checkpoints',
-    _KEPT_CHECKPOINTS,
-    stacks=stacks_of(plan.policy.model),
-    carried=origin.carried if origin else None,
-  )
-  step = checkpoints.latest()
-  if step is None:
-    state = plan.init_state(plan.policy.placed(plan.abstract_state.params))
-    return checkpoints, step, state, {'rollouts': None, 'ledger': None}
-  return checkpoints, step, *checkpoints.restore(step, plan.abstract_state)
-
-
-def follow(plan: Plan, workdir: pathlib.Path) -> None:
-  """What every process but the first does: its part of updates, publications and saves."""
-  if plan.peers.hear()[0] != hosts.BEGIN:
-    return
-  checkpoints, _, state, _ = start(plan, workdir)
-  learner = plan.learner_of(state)
-  # The first process writes what there is to say beside the arrays.
-  learner.follow(lambda update, state: checkpoints.save(update, state, {}))
-  checkpoints.wait()
-  checkpoints.close()
 
 
 class Run:
@@ -152,15 +43,22 @@ class Run:
 
   def __init__(self, plan: Plan, workdir: Workdir) -> None:
     """Restores the newest checkpoint, or starts from the policy."""
-    config = plan.config
     self.plan = plan
     self.workdir = workdir
-    self._schedule = config.rollouts.schedule
     plan.peers.tell(hosts.BEGIN)
     self._checkpoints, step, state, self._meta = start(plan, workdir.path)
+    self.learner = plan.learner_of(state)
+    try:
+      self._set_up(step)
+    except BaseException:  # the others, who have come as far as this, wait for what comes next
+      plan.peers.tell(hosts.STOP)
+      raise
+
+  def _set_up(self, step: int | None) -> None:
+    plan, workdir, config = self.plan, self.workdir, self.plan.config
+    self._schedule = config.rollouts.schedule
     self.start = step or 0
     workdir.begin(self.start)
-    self.learner = plan.learner_of(state)
     self.store = FileStore(workdir.path / 'store')
     self._publisher = Publisher(
       self.store,

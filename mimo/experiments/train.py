@@ -24,7 +24,8 @@ from absl import flags
 from ml_collections import config_dict
 
 from mimo.experiments import cli, defaults, hosts
-from mimo.experiments.run import Run, follow, plan
+from mimo.experiments.prepare import follow, plan
+from mimo.experiments.run import Run
 from mimo.experiments.workdir import Workdir
 
 _T = TypeVar('_T')
