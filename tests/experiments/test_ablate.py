@@ -126,7 +126,7 @@ def test_a_stopped_grid_lets_its_cells_save(tmp_path):
     'out = pathlib.Path(sys.argv[1].removeprefix("--cell=")).with_suffix(".out")\n'
     'signal.signal(signal.SIGTERM, lambda *_: (out.write_text("saved"), os._exit(0)))\n'
     'out.write_text(str(len(os.sched_getaffinity(0))))\n'
-    'time.sleep(60)\n'
+    'time.sleep(600)\n'
   )
   driver = (
     'import pathlib, runpy, signal, sys\n'
@@ -139,13 +139,13 @@ def test_a_stopped_grid_lets_its_cells_save(tmp_path):
     f'  workdir=work, results=work / "r", workers=1, command=(sys.executable, "-c", {script!r}))\n'
   )
   process = subprocess.Popen([sys.executable, '-c', driver], cwd=_ROOT, stderr=subprocess.PIPE)
-  outs, end = [], time.monotonic() + 60
+  outs, end = [], time.monotonic() + 600
   while not outs and time.monotonic() < end:
     outs = [p for p in (tmp_path / 'work' / 'configs').glob('*.out') if p.read_text()]
     time.sleep(0.05)
   assert outs and outs[0].read_text() == '1'
   os.kill(process.pid, signal.SIGTERM)
-  process.communicate(timeout=60)
+  process.communicate(timeout=600)
   assert outs[0].read_text() == 'saved'
 
 
