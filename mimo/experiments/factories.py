@@ -235,6 +235,19 @@ def make_views(
   }
 
 
+def make_engine_settings(
+  config: config_dict.ConfigDict, pool: fleet.Pool, max_tokens: int
+) -> EngineSettings:
+  """Returns the shape of a native sampler that stands for one replica of a pool."""
+  return EngineSettings(
+    slots=pool.sessions_per_replica,
+    max_tokens=max_tokens,
+    kv_cache_dtype=pool.kv_cache_dtype,
+    prefix_cache=pool.prefix_cache,
+    routes=config.trainer.replay_routes,
+  )
+
+
 def make_samplers(
   config: config_dict.ConfigDict,
   pools: Sequence[fleet.Pool],
@@ -253,13 +266,7 @@ def make_samplers(
       ViewFollower(store, pool.format),
       source=pool.source,
       config=model,
-      settings=EngineSettings(
-        slots=pool.sessions_per_replica,
-        max_tokens=max_tokens,
-        kv_cache_dtype=pool.kv_cache_dtype,
-        prefix_cache=pool.prefix_cache,
-        routes=config.trainer.replay_routes,
-      ),
+      settings=make_engine_settings(config, pool, max_tokens),
       emulate_activations=config.emulate_activations,
       executor=executor,
     )

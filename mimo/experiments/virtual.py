@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from ml_collections import config_dict
 
 from mimo import fleet
+from mimo.experiments import factories
 from mimo.models.config import ModelConfig
 from mimo.rollouts.virtual import PoolSpeed, VirtualTimes
-from mimo.samplers.engine import EngineSettings
 from mimo.samplers.stepped import NativeSteppedSampler
 from mimo.weights.publication import ViewFollower
 from mimo.weights.store import Store
@@ -34,13 +35,8 @@ def make_samplers(
       ViewFollower(store, pool.format),
       source=pool.source,
       config=model,
-      settings=EngineSettings(
-        slots=pool.sessions_per_replica,
-        max_tokens=max_tokens,
-        kv_cache_dtype=pool.kv_cache_dtype,
-        prefix_cache=pool.prefix_cache,
-        decode_steps=_STEP_TOKENS,
-        routes=config.trainer.replay_routes,
+      settings=dataclasses.replace(
+        factories.make_engine_settings(config, pool, max_tokens), decode_steps=_STEP_TOKENS
       ),
       emulate_activations=config.emulate_activations,
     )
