@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from mimo.models import blockwise, context_parallel, delta
@@ -172,17 +173,22 @@ def experts(
 def _in_chunks(
   function: Callable[[Any], jax.Array], part: tuple[jax.Array, ...], chunk: int
 ) -> jax.Array:
-  """Applies a function of rows to at most `chunk` of them at a time; what it keeps is recomputed.
+  """Applies a function of (x, ids, weights) to at most `chunk` tokens at a time.
 
-  Chunks are of one size, so it is the largest one up to `chunk` that divides them.
+  What it keeps for the backward pass is computed again. Chunks are of one size: the last is filled
+  up with tokens that are sent to no expert.
   """
   rows = len(part[0])
   if rows <= chunk:
     return function(part)
-  steps = next(n for n in range(-(-rows // chunk), rows + 1) if rows % n == 0)
-  split = tuple(a.reshape(steps, rows // steps, *a.shape[1:]) for a in part)
+  steps = -(-rows // chunk)
+  size = -(-rows // steps)
+  split = tuple(
+    jnp.pad(a, ((0, steps * size - rows), (0, 0)), constant_values=filler).reshape(steps, size, -1)
+    for a, filler in zip(part, (0, -1, 0), strict=True)
+  )
   y = jax.lax.map(jax.checkpoint(function, prevent_cse=False), split)
-  return y.reshape(rows, *y.shape[2:])
+  return y.reshape(steps * size, -1)[:rows]
 
 
 def _shard_map(

@@ -58,7 +58,7 @@ def _naive_experts(x, ids, weights, gate, up, down):
 @pytest.mark.parametrize(
   ('sizes', 'rows', 'chunk'),
   [
-    ({'expert': 4, 'context': 2}, B, 16),  # tokens move between devices, in chunks
+    ({'expert': 4, 'context': 2}, B, 12),  # tokens move, in chunks that don't divide them
     ({'expert': 2, 'context': 2, 'tensor': 2}, 3, 99),  # rows do not divide: only results move
     ({'data': 2, 'fsdp': 2, 'tensor': 2}, B, 99),  # experts are whole everywhere
   ],
@@ -77,6 +77,23 @@ def test_experts(sizes, rows, chunk):
     )
 
   _check(function, args, _parallel(**sizes))
+
+
+def test_tokens_that_no_chunk_divides_go_through_in_few():
+  rng = np.random.default_rng(3)
+  x, weights = rng.normal(size=(7, 2)).astype(np.float32), rng.random((7, 1)).astype(np.float32)
+  ids = np.arange(7, dtype=np.int32)[:, None]
+  sizes = []
+
+  def function(part):
+    x, ids, weights = part
+    sizes.append(len(x))
+    return jnp.where(ids >= 0, x * weights + ids, 0)
+
+  # 7 is prime: chunks of a size that divides it would hold one token each.
+  y = parallel_mixers._in_chunks(function, tuple(map(jnp.asarray, (x, ids, weights))), 4)
+  np.testing.assert_allclose(y, x * weights + ids, rtol=1e-6)
+  assert set(sizes) == {4}
 
 
 # Two key heads: split with the queries, or one picked by each device, of two or four.
