@@ -18,8 +18,18 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-# What a resumed run may change: how long it goes on, what is written meanwhile, on which machines.
-_MAY_CHANGE = ('updates', 'evaluation', 'checkpoints', 'wandb_project', 'distributed')
+# What a resumed run may change: how long it goes on, what is written meanwhile, on which machines
+# and how it is laid out there. Sums in another order are equal up to rounding, not bit for bit.
+_MAY_CHANGE = (
+  'updates',
+  'evaluation',
+  'checkpoints',
+  'wandb_project',
+  'distributed',
+  'trainer.mesh',
+  'trainer.offload',
+  'trainer.remat',
+)
 
 
 def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = '') -> list[str]:
@@ -113,7 +123,9 @@ class Workdir:
         f'{file} is not JSON ({error}); expected the configuration of a run'
       ) from None
     differing = [
-      key for key in differing_keys(self._config, config) if key.split('.')[0] not in _MAY_CHANGE
+      key
+      for key in differing_keys(self._config, config)
+      if not f'{key}.'.startswith(tuple(f'{name}.' for name in _MAY_CHANGE))
     ]
     if differing:
       raise ValueError(

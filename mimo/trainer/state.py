@@ -138,7 +138,12 @@ def optimizer(model: ModelConfig, config: TrainerConfig) -> optax.GradientTransf
 
 
 def frozen_paths(model: ModelConfig, config: TrainerConfig) -> frozenset[tuple[str, ...]]:
-  """Returns the paths of the parameters that no update changes."""
+  """Returns the paths of the parameters that no update changes.
+
+  Raises ValueError where routers are to be frozen of a model that has none.
+  """
+  if config.freeze_router and model.moe is None:
+    raise ValueError(f'freeze_router is True of a {model.family} model; expected one with experts')
   rows = table(model) if config.freeze_router else ()
   return frozenset(row.path for row in rows if row.path[-2:] == ROUTER)
 

@@ -32,17 +32,28 @@ def test_a_run_may_be_prolonged_but_not_changed(tmp_path) -> None:
     workdir.Workdir(tmp_path, {**_CONFIG, 'arm': 'grpo'})
 
 
+def test_a_run_may_go_on_with_another_layout_of_devices(tmp_path) -> None:
+  trainer = {'mesh': 'fsdp=4', 'offload': '', 'remat': False, 'rows': 8}
+  workdir.Workdir(tmp_path, {**_CONFIG, 'trainer': trainer}).close()
+  moved = {**trainer, 'mesh': 'fsdp=2', 'offload': 'residuals', 'remat': True}
+  # A run that several processes took part in goes on in one.
+  workdir.Workdir(tmp_path, {**_CONFIG, 'trainer': moved, 'distributed': {'processes': 2}}).close()
+  workdir.Workdir(tmp_path, {**_CONFIG, 'trainer': moved}).close()
+  assert json.loads((tmp_path / 'config.json').read_text())['trainer'] == moved
+  with pytest.raises(ValueError, match=r'trainer.rows is 8 and here is 4;'):
+    workdir.Workdir(tmp_path, {**_CONFIG, 'trainer': {**moved, 'rows': 4}})
+
+
 def test_says_what_a_run_of_another_release_states_otherwise(tmp_path) -> None:
-  old = {**_CONFIG, 'trainer': {'mesh': {'fsdp': 2}}}
-  new = {**_CONFIG, 'trainer': {'mesh': 'fsdp=2', 'offload': ''}}
+  old = {**_CONFIG, 'rollouts': {'lag': {'updates': 1}}}
+  new = {**_CONFIG, 'rollouts': {'lag': 1, 'virtual': 2}}
   workdir.Workdir(tmp_path, old).close()
   with pytest.raises(
-    ValueError, match=r"trainer.mesh is \{'fsdp': 2\} and here is 'fsdp=2' \(1 more differ\)"
+    ValueError, match=r"rollouts.lag is \{'updates': 1\} and here is 1 \(1 more differ\)"
   ):
     workdir.Workdir(tmp_path, new)
-  del old['trainer']['mesh']
-  (tmp_path / 'config.json').write_text(json.dumps(old))
-  with pytest.raises(ValueError, match=r"trainer.mesh is not stated and here is 'fsdp=2'"):
+  (tmp_path / 'config.json').write_text(json.dumps({**_CONFIG, 'rollouts': {'lag': 1}}))
+  with pytest.raises(ValueError, match=r'rollouts.virtual is not stated and here is 2;'):
     workdir.Workdir(tmp_path, new)
 
 

@@ -43,4 +43,6 @@ def test_no_gradient_and_no_decay(experts, freeze):
 def test_only_routers_are_frozen(experts, model):
   config = TrainerConfig(learning_rate=1.0, freeze_router=True)
   assert frozen_paths(experts, config) == {('layers', 'moe', *ROUTER)}
-  assert frozen_paths(model, config) == frozenset()
+  assert frozen_paths(model, dataclasses.replace(config, freeze_router=False)) == frozenset()
+  with pytest.raises(ValueError, match='freeze_router is True of a qwen3 model; expected one with'):
+    frozen_paths(model, config)
