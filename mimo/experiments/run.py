@@ -257,14 +257,16 @@ class Run:
 
   async def close(self) -> None:
     """Stops what runs, waits for the last checkpoint and frees the directory."""
-    if self.rollouts is not None:
-      await self.rollouts.close()
-    for sampler in (*self.samplers, *([self._evaluator] if self._evaluator else [])):
-      await sampler.close()
-    for executor in (self._sampling, self._updating):
-      if executor is not None:
-        executor.shutdown()
-    self.learner.close()
+    try:
+      if self.rollouts is not None:
+        await self.rollouts.close()
+      for sampler in (*self.samplers, *([self._evaluator] if self._evaluator else [])):
+        await sampler.close()
+    finally:  # the run's other processes wait for this one, whatever a sampler says as it closes
+      for executor in (self._sampling, self._updating):
+        if executor is not None:
+          executor.shutdown()
+      self.learner.close()
     self._checkpoints.wait()
     self._checkpoints.close()
     self.writer.close()

@@ -1,5 +1,6 @@
-"""What a run tells the run's other processes where it fails before its loop begins."""
+"""What a run tells its other processes where it fails outside of its loop."""
 
+import asyncio
 import dataclasses
 
 import pytest
@@ -18,17 +19,45 @@ class _Told(hosts.Peers):
     self.commands.append(command)
 
 
-def test_the_others_are_told_to_stop_where_a_run_can_not_be_set_up(
-  tiny_config, tmp_path, monkeypatch
-) -> None:
-  peers = _Told()
-  plan = dataclasses.replace(prepare.plan(tiny_config), peers=peers)
+class _Closed:
+  closed = False
 
+  def close(self) -> None:
+    self.closed = True  # by which the others are told
+
+
+@pytest.fixture
+def planned(tiny_config):
+  return dataclasses.replace(prepare.plan(tiny_config), peers=_Told())
+
+
+def test_the_others_are_told_to_stop_where_a_run_can_not_be_set_up(
+  planned, tmp_path, monkeypatch
+) -> None:
   def full(*_, **__):
     raise OSError('the disk is full')
 
   monkeypatch.setattr(records, 'make_writer', full)
-  workdir = Workdir(tmp_path / 'run', tiny_config.to_dict())
+  workdir = Workdir(tmp_path / 'run', planned.config.to_dict())
   with pytest.raises(OSError, match='full'):
-    Run(plan, workdir)
-  assert peers.commands == [hosts.BEGIN, hosts.STOP]
+    Run(planned, workdir)
+  assert planned.peers.commands == [hosts.BEGIN, hosts.STOP]
+
+
+def test_the_others_are_told_to_stop_where_a_sampler_fails_to_close(planned, tmp_path) -> None:
+  class Broken:
+    async def close(self):
+      raise RuntimeError('it does not end')
+
+  learners = []
+
+  def learner_of(state):
+    learners.append(_Closed())
+    return learners[0]
+
+  planned = dataclasses.replace(planned, learner_of=learner_of)
+  run = Run(planned, Workdir(tmp_path / 'run', planned.config.to_dict()))
+  run.samplers = (Broken(),)
+  with pytest.raises(RuntimeError, match='does not end'):
+    asyncio.run(run.close())
+  assert learners[0].closed
