@@ -235,7 +235,7 @@ def main() -> None:
     devices = math.prod(settings.mesh_sizes(config.trainer.mesh).values())
     jax.config.update('jax_num_cpu_devices', devices)
     model = read_model(config, flags.FLAGS['config'].config_filename, flags.FLAGS.model)
-  plan(config, model, compiled)
+    plan(config, model, compiled)
 
 
 if __name__ == '__main__':

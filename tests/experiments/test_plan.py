@@ -68,3 +68,5 @@ def test_mistakes_are_one_line():
   done = _run('--config=configs/smollm2.py', '--model=nothing.json', '--compile=')
   assert (done.returncode, done.stderr.count('\n')) == (1, 1)
   assert 'no nothing.json; expected the config.json of a model' in done.stderr
+  done = _run('--config=configs/mixed.py', '--compile=', '--config.trainer.offload=moment')
+  assert (done.returncode, done.stderr.count('\n')) == (1, 1)
