@@ -140,9 +140,9 @@ assert max(drifts[name] for name in NAMES if name.startswith('sc')) < 1e-6
 
 # %% [markdown]
 # An advantage is a trajectory's: at one prefix its mean over the draws may be anything, since so
-# much was decided before. That mean times the drift is added to what should be learned. So the
-# error of the push grows with it, except where scores are centred: there it is what the weights
-# leave.
+# much was decided before. That mean times the drift is added to what should be learned. So without
+# centering the error of the push depends on it, and may be anything from a lucky cancellation to
+# more than the push itself; with centering it is what the weights leave.
 
 # %%
 MEANS = np.linspace(-1, 1, 41)
@@ -238,6 +238,9 @@ np.testing.assert_allclose(
 # A sampler records its K most likely tokens, not all 150,000. The rest is taken as the trainer's,
 # rescaled: q(v) = rho p(v). The loss folds that tail into the head; here it is summed out, to see
 # that the fold is exact, and the drift that the model of the tail leaves is drawn over K.
+#
+# With MIS that drift is token 2's, which is masked: until it is recorded, the model of the tail
+# knows nothing of its ratio of 9.
 
 
 # %%

@@ -82,7 +82,7 @@ with log.open('a', encoding='utf-8') as output:
     while process.poll() is None:
       time.sleep(1)
       size = len(writers.read(WORKDIR / 'metrics.jsonl'))
-      if size != seen and not lesson.SHORT:
+      if size != seen:
         seen = size
         redraw()
   finally:
