@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import logging
 import pathlib
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from mimo.samplers.base import SamplerError
 from mimo.samplers.decode import Weights, computed
 from mimo.types import Version
 from mimo.weights.views import View
+from mimo.weights.views import read_view as read_view_directory
 
 _MAX_WAIT_CALLS = 1024
 
@@ -47,15 +49,17 @@ class Follower:
   def __init__(
     self,
     feed: ViewFeed,
-    read_view: Callable[[pathlib.Path], View],
+    read_view: Callable[[pathlib.Path], View] | None,
     *,
     pool: str,
     config: ModelConfig,
     format: str,
     emulate_activations: bool,
   ) -> None:
+    # Emulating a server's activations is multiplying as its kernels do: weights are not rounded.
+    own = functools.partial(read_view_directory, exact=emulate_activations)
     self._feed = feed
-    self._read_view = read_view
+    self._read_view = read_view or own
     self._pool = pool
     self._config = config
     self._format = format

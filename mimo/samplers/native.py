@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import logging
 import pathlib
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from mimo.samplers.following import Follower, ViewFeed
 from mimo.samplers.turns import TurnRequest
 from mimo.types import SamplingParams, Source, TurnSample, Version
 from mimo.weights.views import View
-from mimo.weights.views import read_view as read_view_directory
 
 # Rounds of the event loop in which the owners of turns that ended may come back with the next:
 # a batch that waits for them is fuller, and the rounds cost microseconds.
@@ -115,7 +113,7 @@ class NativeSampler:
     self._contract = native_contract(source, config, settings)
     self._follower = Follower(
       feed,
-      read_view or functools.partial(read_view_directory, exact=emulate_activations),
+      read_view,
       pool=source.pool,
       config=config,
       format=source.format,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,6 @@ from mimo.samplers.native import native_contract
 from mimo.samplers.turns import TurnRequest
 from mimo.types import SamplingParams, Source, Version
 from mimo.weights.views import View
-from mimo.weights.views import read_view as read_view_directory
 
 
 class NativeSteppedSampler:
@@ -38,7 +36,7 @@ class NativeSteppedSampler:
     self._contract = native_contract(source, config, settings)
     self._follower = Follower(
       feed,
-      read_view or functools.partial(read_view_directory, exact=emulate_activations),
+      read_view,
       pool=source.pool,
       config=config,
       format=source.format,
