@@ -1,6 +1,7 @@
 """The report of a study: figures and tables over its cells, drawn from their points.
 
-report.html holds all of it, figures/ each figure as PNG, and points.csv every point with its seed.
+report.html holds all of it, tables.md its tables, figures/ each figure as PNG, and points.csv every
+point with its seed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -23,6 +25,8 @@ from mimo.telemetry.study_data import Condition, Point
 
 _LABELS = ('fleet', 'arm', 'staleness', 'seed', 'update')
 _USUAL = 'usual'
+
+_Rows = tuple[list[str], list[list[str]]]  # the header, and the rest
 
 # File name -> (heading, name of the number, axis label, logarithmic, a line to compare with).
 _DIAGNOSTICS: Mapping[str, tuple[str, str, str, bool, float | None]] = {
@@ -51,6 +55,19 @@ _NOTE = (
 )
 
 
+class Table(NamedTuple):
+  """A table of the report; its cells are text."""
+
+  heading: str
+  header: list[str]
+  rows: list[list[str]]
+
+  def markdown(self) -> str:
+    """Returns it as Markdown, without its heading."""
+    lines = [self.header, ['---'] * len(self.header), *self.rows]
+    return '\n'.join(f'| {" | ".join(line)} |' for line in lines)
+
+
 def write(directory: pathlib.Path, points: Sequence[Point]) -> pathlib.Path:
   """Draws the report of some points into a directory. Returns the HTML file."""
   drawn = draw(points)
@@ -60,6 +77,8 @@ def write(directory: pathlib.Path, points: Sequence[Point]) -> pathlib.Path:
     with matplotlib.rc_context(figures.STYLE):
       figure.savefig(pictures / f'{name}.png', dpi=120, metadata={'Software': None})
   _put(directory / 'points.csv', _csv(points))
+  parts = [f'## {table.heading}\n\n{table.markdown()}\n' for table in tables(points)]
+  _put(directory / 'tables.md', '\n'.join(parts))
   path = directory / 'report.html'
   _put(path, render(points, drawn))
   return path
@@ -86,16 +105,22 @@ def draw(points: Sequence[Point]) -> dict[str, tuple[str, Figure]]:
   return out
 
 
+def tables(points: Sequence[Point]) -> list[Table]:
+  """Returns the tables that have rows."""
+  every = [
+    Table('Scores', *_scores_at_the_end(points)),
+    Table('Collapses', *_collapses(points)),
+    Table('Mismatch', *_mismatch(points)),
+    Table('KL by source', *_sources(points)),
+    Table('Mixed against homogeneous', *_fleets(points)),
+  ]
+  return [table for table in every if table.rows]
+
+
 def render(points: Sequence[Point], drawn: Mapping[str, tuple[str, Figure]]) -> str:
   """Returns the page."""
-  parts = [
-    f'<p class="note">{html.escape(_NOTE)}</p>',
-    report.section('Scores', _score_table(points)),
-    report.section('Collapses', _collapse_table(points)),
-    report.section('Mismatch', _mismatch_table(points)),
-    report.section('KL by source', _source_table(points)),
-    report.section('Mixed against homogeneous', _fleet_table(points)),
-  ]
+  parts = [f'<p class="note">{html.escape(_NOTE)}</p>']
+  parts += [report.section(t.heading, report.table(t.header, t.rows)) for t in tables(points)]
   parts += [report.section(heading, figures.svg(figure)) for heading, figure in drawn.values()]
   seeds = {(p['fleet'], p['arm'], p['staleness'], p['seed']) for p in points}
   lead = f'{len(data.conditions(points))} conditions, {len(seeds)} runs'
@@ -177,27 +202,27 @@ def _by_source(group: Mapping[Condition, Sequence[Point]]) -> Figure | None:
     return figure
 
 
-def _score_table(points: Sequence[Point]) -> str:
+def _scores_at_the_end(points: Sequence[Point]) -> _Rows:
   columns = [(s, k, names.of_eval(s, f'pass@{k}')) for s in ('heldout', 'hard') for k in (1, 4)]
   rows = [['base', '', *(f'{data.base(points, name)[0]:.3f}' for *_, name in columns)]]
   for condition, own in data.conditions(points).items():
     cells = [data.last(own, name).text() for *_, name in columns]
     rows.append([str(condition), str(len(data.runs(own))), *cells])
   header = [f'pass@{k}, {"full" if split == "heldout" else split}' for split, k, _ in columns]
-  return report.table(['at the end', 'seeds', *header], rows)
+  return ['at the end', 'seeds', *header], rows
 
 
-def _collapse_table(points: Sequence[Point]) -> str:
+def _collapses(points: Sequence[Point]) -> _Rows:
   floor = data.floor_of(points)
   rows = []
   for condition, own in data.conditions(points).items():
     found = {seed: data.collapse(run, floor) for seed, run in data.runs(own).items()}
     when = [f'seed {seed}: {update}' for seed, update in found.items() if update is not None]
     rows.append([str(condition), f'{len(when)} of {len(found)}', ', '.join(when) or '-'])
-  return report.table([f'held-out pass@1 below {floor:.3f} for good', 'runs', 'from update'], rows)
+  return [f'held-out pass@1 below {floor:.3f} for good', 'runs', 'from update'], rows
 
 
-def _mismatch_table(points: Sequence[Point]) -> str:
+def _mismatch(points: Sequence[Point]) -> _Rows:
   columns = {
     'KL, nats': ('train/kl', '.2e'),
     'masked': ('train/masked_share', '.4f'),
@@ -213,19 +238,19 @@ def _mismatch_table(points: Sequence[Point]) -> str:
     [str(condition), *(data.whole(own, name).text(spec) for name, spec in columns.values())]
     for condition, own in data.conditions(points).items()
   ]
-  return report.table(['means over the run', *columns], rows)
+  return ['means over the run', *columns], rows
 
 
-def _source_table(points: Sequence[Point]) -> str:
+def _sources(points: Sequence[Point]) -> _Rows:
   rows = []
   for condition, own in data.conditions(points).items():
     for pool in names.sources({name for point in own for name in point}):
       cells = [data.whole(own, names.of_source(pool, n)) for n in (names.KL, names.MASKED_SHARE)]
       rows.append([str(condition), pool, cells[0].text('.2e'), cells[1].text('.4f')])
-  return report.table(['means over the run', 'source', 'KL, nats', 'masked'], rows)
+  return ['means over the run', 'source', 'KL, nats', 'masked'], rows
 
 
-def _fleet_table(points: Sequence[Point]) -> str:
+def _fleets(points: Sequence[Point]) -> _Rows:
   """Ratios of what the same arm measured on the two fleets."""
   known = data.conditions(points)
   rows = []
@@ -240,7 +265,7 @@ def _fleet_table(points: Sequence[Point]) -> str:
       row += [ours.text(spec), theirs.text(spec), f'{ratio:.2f}']
     rows.append(row)
   header = ['', 'KL', 'homogeneous', 'ratio', 'modelled $ an update', 'homogeneous', 'ratio']
-  return report.table(header, rows)
+  return header, rows
 
 
 def _csv(points: Sequence[Point]) -> str:

@@ -79,6 +79,10 @@ def test_the_report_holds_tables_and_figures(points, tmp_path):
   assert ['mixed/sc_mis/usual', '0 of 2', '-'] in cells
   (ratio,) = [row for row in cells if row[0] == 'mixed/sc_mis/usual' and len(row) == 7]
   assert (ratio[3], ratio[6]) == ('4.00', '0.80')
+  text = (tmp_path / 'tables.md').read_text()
+  assert '| base |  | 0.500 | 0.600 | 0.300 | 0.400 |' in text.splitlines()
+  assert '| mixed/grpo/usual | 2 of 2 | seed 0: 10, seed 1: 10 |' in text.splitlines()
+  assert re.findall(r'^## (.*)$', text, re.M) == re.findall(r'<h2>(.*?)</h2>', page)[:5]
   pictures = {p.name for p in (tmp_path / 'figures').iterdir()}
   assert {
     'pass_mixed_usual.png',
