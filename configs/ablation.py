@@ -4,12 +4,11 @@ Runs:      a grid of cells `fleet/arm/staleness`, each with several seeds, on `r
            of 0.12M parameters that the command makes first. Sampling is simulated: tokens are drawn
            by the native samplers at the version that a fleet of these speeds would serve, so that
            staleness is a result. Prices are list prices, throughputs are stated and not measured.
-Takes:     3 minutes of one core a run (0.5 s an update to sample, 0.3 to learn, 0.1 to publish, and
-           evaluations), and 2.5 for the base policy: 13 minutes on 2 cores for the grid quick.
+Takes:     3 minutes of one core a run, and 1.5 for the base policy.
 Command:   python -m mimo.experiments.ablate --config=configs/ablation.py --workdir=runs/ablation \
                --grid=quick
-Grids:     quick (the main comparison, one seed), main (five seeds), more (further arms, staleness
-           near 0 and 16, nvfp4 alone), all
+Grids:     quick (a part of the main comparison, one seed), main (five seeds), more (further arms,
+           staleness near 0 and 16, nvfp4 alone), all; search (see docs/study.md)
 One cell:  python -m mimo.experiments.train --config=configs/ablation.py:mixed/grpo/near16 \
                --config.policy=runs/ablation/policy-<digest>
 """
@@ -25,7 +24,7 @@ SEEDS = (100, 101, 102, 103, 104)
 
 
 def _pools(fleet: str) -> dict[str, config_dict.ConfigDict]:
-  """Every fleet holds 168 sessions and serves 60,000 turns an hour, so that staleness is one."""
+  """Every fleet holds 168 sessions and serves 60,000 turns an hour: they are equally stale."""
   if fleet == 'homogeneous':
     pool = defaults.pool('3xB200', 'bf16', sessions=168, turns_per_hour=60000.0)
     pool.kv_cache_dtype = 'bf16'
@@ -46,9 +45,9 @@ def _set_staleness(config: config_dict.ConfigDict, staleness: str) -> None:
   """Sets durations, and for `near0` also how far sampling may run ahead."""
   virtual = config.rollouts.virtual
   if staleness == 'usual':  # about 4 updates
-    virtual.update_secs, virtual.publication_secs = 20.0, 10.0
+    virtual.update_secs, virtual.publication_secs = 30.0, 15.0
   elif staleness == 'near16':
-    virtual.update_secs, virtual.publication_secs = 20.0, 255.0
+    virtual.update_secs, virtual.publication_secs = 30.0, 375.0
   elif staleness == 'near0':
     virtual.update_secs, virtual.publication_secs = 0.5, 0.0
     config.rollouts.in_flight_batches, config.rollouts.buffered_batches = 0.25, 1
@@ -61,10 +60,11 @@ def get_config(cell: str = 'mixed/sc_mis_topp/usual') -> config_dict.ConfigDict:
   config = defaults.base(arm)
   config.updates = 120
   config.rollouts.schedule = 'simulated'
-  config.trainer.learning_rate = 1e-3
+  config.trainer.learning_rate = 2e-4
+  config.sampling.candidates, config.sampling.top_k = 8, 4  # of 128 tokens, so that tails are real
   config.evaluation.every_updates = 20
   config.checkpoints.every_updates = 40
-  config.drift_every_updates = 5
+  config.drift_every_updates = 10
   for name, pool in _pools(fleet).items():
     config.pools[name] = pool
   _set_staleness(config, staleness)
@@ -79,6 +79,14 @@ _MAIN = [
   *_cells('mixed', MAIN_ARMS, 'usual'),
   *_cells('homogeneous', ('grpo', 'sc_mis_topp'), 'usual'),
 ]
+_QUICK = [
+  *_cells('mixed', ('grpo', 'mis', 'sc', 'sc_mis_topp'), 'usual'),
+  *_cells('homogeneous', ('grpo', 'sc_mis_topp'), 'usual'),
+]
+_SEARCH = [
+  *_cells('mixed', ('grpo', 'sc_mis_topp'), 'usual'),
+  *_cells('homogeneous', ('grpo',), 'usual'),
+]
 _MORE = [
   *_cells('mixed', ('tis', 'sc_tis', 'mis_mean'), 'usual'),
   *_cells('mixed', MAIN_ARMS, 'near0 near16'),
@@ -87,8 +95,9 @@ _MORE = [
 
 # name -> (cells, seeds)
 GRIDS = {
-  'quick': (_MAIN, (0,)),
+  'quick': (_QUICK, (0,)),
   'main': (_MAIN, SEEDS),
   'more': (_MORE, SEEDS),
   'all': (_MAIN + _MORE, SEEDS),
+  'search': (_SEARCH, (10,)),
 }
