@@ -1,6 +1,8 @@
 """The study's base policy is made once, and named by what it is made from."""
 
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -77,3 +79,14 @@ def test_unlike_channels_need_a_head_of_keys_a_head():
   config = dataclasses.replace(base_policy.MODEL, num_kv_heads=2)
   with pytest.raises(ValueError, match='2 key heads for 4 heads'):
     base_policy.with_unlike_channels(config, {}, 1.0, 0)
+
+
+def test_the_command_refuses_what_it_cannot_mean(tmp_path):
+  def say(*arguments):
+    command = [sys.executable, '-m', 'mimo.experiments.base_policy', *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    return done.stderr
+
+  assert f'--out={tmp_path} exists' in say(f'--out={tmp_path}')
+  assert '--octaves is -1.0; expected 0 to 8' in say(f'--out={tmp_path}/new', '--octaves=-1')
