@@ -117,6 +117,11 @@ def collapse(run: Sequence[Point], floor: float) -> int | None:
   return since
 
 
+def lowest(run: Sequence[Point]) -> float:
+  """Returns the lowest held-out pass@1 of a run after its first update, NaN where it has none."""
+  return min((p[PASS_1] for p in run if PASS_1 in p and p['update'] > 0), default=math.nan)
+
+
 def floor_of(points: Sequence[Point]) -> float:
   """Returns the score below which a run of these has collapsed."""
   mean, error = base(points)

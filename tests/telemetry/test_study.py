@@ -33,6 +33,10 @@ def test_a_collapse_is_for_good():
   assert data.floor_of(fell) == pytest.approx(0.44)
   assert data.collapse(fell, 0.44) == 30
   assert data.collapse(_run([0.5, 0.43, 0.45]), 0.44) is None
+  # One that recovers has fallen all the same.
+  assert data.lowest(_run([0.5, 0.43, 0.45])) == 0.43
+  assert data.lowest(_run([0.5, 0.6, 0.7])) == 0.6
+  assert math.isnan(data.lowest(_run([0.5])))
   assert data.collapse(_run([0.5, 0.3, 0.3]), 0.44) == 10
 
 
@@ -75,13 +79,14 @@ def test_the_report_holds_tables_and_figures(points, tmp_path):
   cells = [re.findall(r'<t[dh]>(.*?)</t[dh]>', row) for row in rows]
   assert ['base', '', '0.500', '0.600', '0.300', '0.400'] in cells
   assert ['mixed/sc_mis/usual', '2', *(f'{x:.3f} ± 0.000' for x in (0.7, 0.8, 0.5, 0.6))] in cells
-  assert ['mixed/grpo/usual', '2 of 2', 'seed 0: 10, seed 1: 10'] in cells
-  assert ['mixed/sc_mis/usual', '0 of 2', '-'] in cells
+  fell = ['mixed/grpo/usual', '2 of 2', 'seed 0: 10, seed 1: 10', '2 of 2', '0.200 ± 0.000']
+  assert fell in cells
+  assert ['mixed/sc_mis/usual', '0 of 2', '-', '0 of 2', '0.600 ± 0.000'] in cells
   (ratio,) = [row for row in cells if row[0] == 'mixed/sc_mis/usual' and len(row) == 7]
   assert (ratio[3], ratio[6]) == ('4.00', '0.80')
   text = (tmp_path / 'tables.md').read_text()
   assert '| base |  | 0.500 | 0.600 | 0.300 | 0.400 |' in text.splitlines()
-  assert '| mixed/grpo/usual | 2 of 2 | seed 0: 10, seed 1: 10 |' in text.splitlines()
+  assert f'| {" | ".join(fell)} |' in text.splitlines()
   assert re.findall(r'^## (.*)$', text, re.M) == re.findall(r'<h2>(.*?)</h2>', page)[:5]
   pictures = {p.name for p in (tmp_path / 'figures').iterdir()}
   assert {
