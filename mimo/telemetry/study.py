@@ -109,6 +109,7 @@ def tables(points: Sequence[Point]) -> list[Table]:
   """Returns the tables that have rows."""
   every = [
     Table('Scores', *_scores_at_the_end(points)),
+    Table('Effects', *_effects(points)),
     Table('Collapses', *_collapses(points)),
     Table('Mismatch', *_mismatch(points)),
     Table('KL by source', *_sources(points)),
@@ -210,6 +211,23 @@ def _scores_at_the_end(points: Sequence[Point]) -> _Rows:
     rows.append([str(condition), str(len(data.runs(own))), *cells])
   header = [f'pass@{k}, {"full" if split == "heldout" else split}' for split, k, _ in columns]
   return ['at the end', 'seeds', *header], rows
+
+
+def _effects(points: Sequence[Point]) -> _Rows:
+  """What an arm gains over the base, and over no correction on the same seeds."""
+  known = data.conditions(points)
+  rows = []
+  for condition, own in known.items():
+    row = [str(condition)]
+    for split in ('heldout', 'hard'):
+      name = names.of_eval(split, 'pass@1')
+      row.append(data.gain(own, name).text('+.3f'))
+      plain = known.get(condition._replace(arm='grpo'))
+      same = condition.arm == 'grpo' or plain is None
+      row.append('-' if same else data.against(own, plain or (), name).text('+.3f'))
+    rows.append(row)
+  header = [f'{what}, {split}' for split in ('full', 'hard') for what in ('over base', 'over grpo')]
+  return ['pass@1 at the end', *header], rows
 
 
 def _collapses(points: Sequence[Point]) -> _Rows:

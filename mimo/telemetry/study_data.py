@@ -58,7 +58,8 @@ class Spread(NamedTuple):
     """Returns `mean ± error`, or a dash for nothing."""
     if not self.runs:
       return '-'
-    return f'{self.mean:{spec}}' + (f' ± {self.error:{spec}}' if self.runs > 1 else '')
+    error = f' ± {self.error:{spec.removeprefix("+")}}' if self.runs > 1 else ''
+    return f'{self.mean:{spec}}{error}'
 
 
 def conditions(points: Sequence[Point]) -> dict[Condition, list[Point]]:
@@ -131,6 +132,23 @@ def floor_of(points: Sequence[Point]) -> float:
 def last(points: Sequence[Point], name: str) -> Spread:
   """Returns a number at the end of one condition's runs."""
   return spread([run[-1][name] for run in runs(points).values() if name in run[-1]])
+
+
+def gain(points: Sequence[Point], name: str) -> Spread:
+  """Returns how far a number rose from the start to the end of one condition's runs."""
+  own = [run for run in runs(points).values() if name in run[0] and name in run[-1]]
+  return spread([run[-1][name] - run[0][name] for run in own])
+
+
+def against(points: Sequence[Point], other: Sequence[Point], name: str) -> Spread:
+  """Returns by how much a number at the end exceeds another condition's, seed by seed.
+
+  Runs of one seed share prompts and the draws of their evaluations at the start, so differences
+  vary less than the two numbers.
+  """
+  theirs = runs(other)
+  pairs = [(run[-1], theirs[seed][-1]) for seed, run in runs(points).items() if seed in theirs]
+  return spread([a[name] - b[name] for a, b in pairs if name in a and name in b])
 
 
 def whole(points: Sequence[Point], name: str) -> Spread:

@@ -61,6 +61,13 @@ def test_spreads_are_of_runs():
   assert data.spread([0.25]).text() == '0.250'
 
 
+def test_effects_are_paired_by_seed():
+  ours = _run([0.5, 0.7], seed=0) + _run([0.4, 0.5], seed=1) + _run([0.4, 0.9], seed=2)
+  theirs = _run([0.5, 0.6], seed=0) + _run([0.4, 0.2], seed=1)
+  assert data.gain(ours[:4], data.PASS_1) == (pytest.approx(0.15), pytest.approx(0.05), 2)
+  assert data.against(ours, theirs, data.PASS_1) == (pytest.approx(0.2), pytest.approx(0.1), 2)
+
+
 @pytest.fixture(scope='module')
 def points():
   out = []
@@ -81,13 +88,16 @@ def test_the_report_holds_tables_and_figures(points, tmp_path):
   assert ['mixed/sc_mis/usual', '2', *(f'{x:.3f} ± 0.000' for x in (0.7, 0.8, 0.5, 0.6))] in cells
   fell = ['mixed/grpo/usual', '2 of 2', 'seed 0: 10, seed 1: 10', '2 of 2', '0.200 ± 0.000']
   assert fell in cells
+  gains = ['+0.200 ± 0.000', '+0.500 ± 0.000', '+0.200 ± 0.000', '+0.500 ± 0.000']
+  assert ['mixed/sc_mis/usual', *gains] in cells
+  assert ['mixed/grpo/usual', '-0.300 ± 0.000', '-', '-0.300 ± 0.000', '-'] in cells
   assert ['mixed/sc_mis/usual', '0 of 2', '-', '0 of 2', '0.600 ± 0.000'] in cells
   (ratio,) = [row for row in cells if row[0] == 'mixed/sc_mis/usual' and len(row) == 7]
   assert (ratio[3], ratio[6]) == ('4.00', '0.80')
   text = (tmp_path / 'tables.md').read_text()
   assert '| base |  | 0.500 | 0.600 | 0.300 | 0.400 |' in text.splitlines()
   assert f'| {" | ".join(fell)} |' in text.splitlines()
-  assert re.findall(r'^## (.*)$', text, re.M) == re.findall(r'<h2>(.*?)</h2>', page)[:5]
+  assert re.findall(r'^## (.*)$', text, re.M) == re.findall(r'<h2>(.*?)</h2>', page)[:6]
   pictures = {p.name for p in (tmp_path / 'figures').iterdir()}
   assert {
     'pass_mixed_usual.png',
