@@ -25,6 +25,7 @@ from mimo.telemetry.study_data import Condition, Point
 
 _LABELS = ('fleet', 'arm', 'staleness', 'seed', 'update')
 _USUAL = 'usual'
+_TAIL_RATIO = names.of_train(names.TAIL_RATIO)
 
 _Rows = tuple[list[str], list[list[str]]]  # the header, and the rest
 
@@ -257,7 +258,7 @@ def _mismatch(points: Sequence[Point]) -> _Rows:
   columns = {
     'KL, nats': ('train/kl', '.2e'),
     'masked': ('train/masked_share', '.4f'),
-    'tail ratio': ('train/rho', '.3f'),
+    'tail ratio': (_TAIL_RATIO, '.3f'),
     'effective sample': ('train/effective_sample', '.3f'),
     'mean-score norm': ('train/mean_score_norm', '.3f'),
     'covariance norm': ('train/covariance_norm', '.3f'),
@@ -265,10 +266,19 @@ def _mismatch(points: Sequence[Point]) -> _Rows:
     'staleness': (names.STALENESS, '.2f'),
     'versions an episode': ('rollout/versions_per_episode', '.2f'),
   }
-  rows = [
-    [str(condition), *(data.whole(own, name).text(spec) for name, spec in columns.values())]
-    for condition, own in data.conditions(points).items()
-  ]
+  rows = []
+  for condition, own in data.conditions(points).items():
+    # Where supports are recorded whole there are no tails, and their ratio is no number.
+    tailed = [point for point in own if point.get('train/head_share', 1.0)]
+    rows.append(
+      [
+        str(condition),
+        *(
+          data.whole(tailed if name == _TAIL_RATIO else own, name).text(spec)
+          for name, spec in columns.values()
+        ),
+      ]
+    )
   return ['means over the run', *columns], rows
 
 

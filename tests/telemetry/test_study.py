@@ -112,6 +112,15 @@ def test_the_report_holds_tables_and_figures(points, tmp_path):
   assert {row['seed'] for row in table} == {'0', '1'}
 
 
+def test_a_nucleus_has_no_tail():
+  points = _run([0.5, 0.6], arm='sc_mis') + _run([0.5, 0.6], arm='sc_mis_topp')
+  for point in points:
+    if point['update']:
+      point['train/head_share'] = float(point['arm'] == 'sc_mis')
+  (table,) = [table for table in study.tables(points) if table.heading == 'Mismatch']
+  assert [row[table.header.index('tail ratio')] for row in table.rows] == ['2.000', '-']
+
+
 def test_the_base_is_a_line(points):
   (_, figure) = study.draw(points)['pass_mixed_usual']
   lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
