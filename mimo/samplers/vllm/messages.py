@@ -146,7 +146,8 @@ class Status:
     running: requests that are decoded now.
     waiting: requests that wait for a place.
     tokens: drawn since it started.
-    steps: of its engine since it started; grows with prefill too.
+    steps: that its engine told of since it started: all that send tokens and, of others, as in
+      prefill or in the middle of a block, up to ten a second.
     patches: changes to vLLM that were asked for and made, by name.
     routes: the shape of the routes that turns can tell; None where they can't.
     logprob_mode: vLLM's `logprobs_mode`.

@@ -3,7 +3,8 @@
     python scheduler_child.py JOB.json
 
 The job holds `view` (a directory) and `out` (an npz file): per engine and request, the tokens, all
-that came with them, why it ended and how many outputs brought it.
+that came with them, why it ended and how many outputs brought it; and what the second engine told
+of its statistics, step by step.
 """
 
 import collections
@@ -16,6 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 
+from mimo.samplers.vllm.internals import scheduler as scheduler_module
 from mimo.samplers.vllm.internals.scheduler import IN_BLOCKS
 from mimo.samplers.vllm.launch import SCHEDULER
 
@@ -54,6 +56,7 @@ def start(view, scheduler):
     max_logprobs=-1,
     enable_prefix_caching=False,
     distributed_executor_backend='uni',
+    disable_log_stats=False,
     scheduler_cls=scheduler,
   )
 
@@ -99,14 +102,44 @@ def draw(llm, in_blocks, stop):
   return found, counts, len(preempted)
 
 
+def statistics(llm, secs):
+  """Returns, per step, (how many run as told or -1, how many outputs) of two turns in blocks.
+
+  One of them is aborted after ten steps. `secs` is how often is told without outputs.
+  """
+  scheduler_module.STATS_SECS, scheduler_module.BLOCK_SECS = secs, 1e9
+  engine = llm.llm_engine
+  scheduler, steps = engine.engine_core.engine_core.scheduler, []
+  update = scheduler.update_from_output
+  assert not list(scheduler._held.release({}))  # from here on it is `BLOCK_SECS` to the next one
+
+  def recorded(*args):
+    found = update(*args)
+    told = [m.scheduler_stats for m in found.values() if m.scheduler_stats is not None]
+    running = told[0].num_running_reqs if told else -1
+    steps.append((running, sum(len(m.outputs) for m in found.values())))
+    return found
+
+  scheduler.update_from_output = recorded
+  for name in ('a', 'b'):
+    engine.add_request(name, {'prompt_token_ids': [1] * PROMPT}, params(TURN - 40, None, True))
+  while engine.has_unfinished_requests():
+    engine.step()
+    if len(steps) == 10:
+      engine.abort_request(['b'])
+  scheduler.update_from_output = update
+  return steps
+
+
 def main():
   job = json.loads(pathlib.Path(sys.argv[1]).read_text())
   llm = start(job['view'], None)
   stop = draw(llm, False, None)[0][1].token_ids[70]  # an id that comes late in a turn
   draws = {'stock': draw(llm, False, stop)}
   del llm
-  draws['blocks'] = draw(start(job['view'], SCHEDULER), True, stop)
-  out = {}
+  llm = start(job['view'], SCHEDULER)
+  draws['blocks'] = draw(llm, True, stop)
+  out = {f'told.{secs}': np.array(statistics(llm, secs)) for secs in (1e9, 0)}
   for name, (found, counts, preempted) in draws.items():
     for index, turn in found.items():
       key = f'{name}.{index}'

@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 
 from mimo.samplers.vllm.internals import scheduler
-from mimo.samplers.vllm.internals.scheduler import BLOCK_SECS, BLOCK_TOKENS, IN_BLOCKS, HeldOutputs
+from mimo.samplers.vllm.internals.scheduler import (
+  BLOCK_SECS,
+  BLOCK_TOKENS,
+  IN_BLOCKS,
+  HeldOutputs,
+  StepLogprobs,
+)
 from mimo.samplers.vllm.launch import ServerSettings, server_environment
 
 CHILD = pathlib.Path(__file__).with_name('scheduler_child.py')
@@ -24,6 +30,11 @@ class Logprobs(NamedTuple):
   logprobs: np.ndarray
   sampled_token_ranks: np.ndarray
   cu_num_generated_tokens: list[int] | None = None
+
+  def slice_request(self, index, count):
+    if self.cu_num_generated_tokens is not None:
+      index = self.cu_num_generated_tokens[index]
+    return Logprobs(*(array[index : index + count] for array in self[:3]))
 
 
 @dataclasses.dataclass
@@ -58,6 +69,19 @@ def _output(name, token, width=3, **fields):
   return Output(name, [token], Logprobs(ids, logps, np.array([token])), **fields)
 
 
+def _hold(held, outputs, requests):
+  """Holds the outputs of one step, with log-probs as `StepLogprobs` has them."""
+  parts = [output.new_logprobs for output in outputs]
+  kept = [part for part in parts if part is not None]
+  if kept:
+    step = StepLogprobs(
+      Logprobs(*(np.concatenate(arrays) for arrays in list(zip(*kept, strict=True))[:3]))
+    )
+    for row, output in enumerate(output for output in outputs if output.new_logprobs is not None):
+      output.new_logprobs = step.slice_request(row, 1)
+  return held.hold(outputs, requests)
+
+
 def test_routes_are_merged_in_order():
   """The first output has those of the prompt, and is sent; one that is sent alone keeps its own."""
   held = _held()
@@ -67,13 +91,13 @@ def test_routes_are_merged_in_order():
   for step, rows in enumerate([*told, None]):
     finish = 'stop' if step == 4 else None
     output = _output('a', step, routed_experts=rows, finish_reason=finish)
-    sent += held.hold([output], REQUESTS)
+    sent += _hold(held, [output], REQUESTS)
   first, last = sent
   assert first.routed_experts is told[0]
   assert last.new_token_ids == [1, 2, 3, 4]
   assert last.routed_experts.dtype == np.uint8
   assert last.routed_experts.tolist() == [[[10, 10]], [[11, 11]], [[12, 12]]]
-  (alone,) = held.hold([_output('b', 1)], REQUESTS)
+  (alone,) = _hold(held, [_output('b', 1)], REQUESTS)
   assert alone.routed_experts is None
 
 
@@ -86,7 +110,7 @@ def test_a_request_sends_its_first_output_then_full_blocks_and_the_rest_with_its
   last = BLOCK_TOKENS + 5
   for token in range(last + 1):
     finish = 'stop' if token == last else None
-    (*outputs,) = held.hold([_output('a', token, finish_reason=finish)], REQUESTS)
+    (*outputs,) = _hold(held, [_output('a', token, finish_reason=finish)], REQUESTS)
     if outputs:
       (sent[token],) = outputs
   assert list(sent) == [0, BLOCK_TOKENS, last]
@@ -104,25 +128,49 @@ def test_a_request_sends_its_first_output_then_full_blocks_and_the_rest_with_its
 
 def test_rows_are_cut_to_those_of_the_narrowest_step():
   held = _held()
-  held.hold([_output('a', 0)], REQUESTS)
+  _hold(held, [_output('a', 0)], REQUESTS)
   for token, width in ((1, 3), (2, 9), (3, 4)):
-    assert held.hold([_output('a', token, width)], REQUESTS) == []
-  (output,) = held.hold([_output('a', 4, 6, finish_reason='length')], REQUESTS)
+    assert _hold(held, [_output('a', token, width)], REQUESTS) == []
+  (output,) = _hold(held, [_output('a', 4, 6, finish_reason='length')], REQUESTS)
   np.testing.assert_array_equal(
     output.new_logprobs.logprob_token_ids, [[token, 1, 2] for token in (1, 2, 3, 4)]
   )
   assert output.new_logprobs.logprobs.shape == (4, 3)
 
 
+def test_several_tokens_an_output_and_more_requests_than_before_keep_their_rows():
+  held = _held()
+  names = [f'r{index}' for index in range(5)]
+  requests = {name: Request(Params(IN_BLOCKS)) for name in names}
+  _hold(held, [_output('r0', 0)], requests)
+  _hold(held, [_output('r0', 7)], requests)
+  _hold(held, [_output(name, 0) for name in names[1:]], requests)
+  # A step that gives each request two tokens, and the first one another request's place.
+  ids = np.arange(30).reshape(10, 3)
+  lists = Logprobs(ids, ids.astype(float), np.arange(10), [0, 2, 4, 6, 8])
+  step = StepLogprobs(lists)
+  outputs = []
+  for place, name in enumerate(reversed(names)):
+    part = step.slice_request(place, 2)
+    outputs.append(Output(name, ids[2 * place : 2 * place + 2, 0].tolist(), part, 'stop'))
+  sent = {output.request_id: output for output in held.hold(outputs, requests)}
+  for place, name in enumerate(reversed(names)):
+    rows = ids[2 * place : 2 * place + 2]
+    before = [[7, 1, 2]] if name == 'r0' else []
+    assert sent[name].new_logprobs.logprob_token_ids.tolist() == before + rows.tolist()
+    assert sent[name].new_token_ids == [row[0] for row in before + rows.tolist()]
+  assert not held
+
+
 def test_what_only_some_outputs_have_is_not_held_nor_overtakes_tokens_before_it():
   held = _held()
-  held.hold([_output('a', 0)], REQUESTS)
-  held.hold([_output('a', 1)], REQUESTS)
-  (output,) = held.hold([_output('a', 2, events=['preempted'])], REQUESTS)
+  _hold(held, [_output('a', 0)], REQUESTS)
+  _hold(held, [_output('a', 1)], REQUESTS)
+  (output,) = _hold(held, [_output('a', 2, events=['preempted'])], REQUESTS)
   assert output.new_token_ids == [1, 2] and output.events == ['preempted']
   # An error has neither tokens nor log-probs.
-  held.hold([_output('a', 3)], REQUESTS)
-  (output,) = held.hold([Output('a', [], finish_reason='error')], REQUESTS)
+  _hold(held, [_output('a', 3)], REQUESTS)
+  (output,) = _hold(held, [Output('a', [], finish_reason='error')], REQUESTS)
   assert output.new_token_ids == [3] and output.finish_reason == 'error'
   np.testing.assert_array_equal(output.new_logprobs.logprob_token_ids, [[3, 1, 2]])
 
@@ -135,14 +183,14 @@ def test_outputs_of_other_requests_are_sent_as_they_come(request_):
   requests = {} if request_ is None else {'c': request_}
   outputs = [_output('c', token) for token in range(3)]
   for output in outputs:
-    (sent,) = held.hold([output], requests)
+    (sent,) = _hold(held, [output], requests)
     assert sent is output and sent.new_token_ids == output.new_token_ids
   assert not held
 
 
 def test_a_turn_of_one_token_leaves_nothing_behind():
   held = _held()
-  (output,) = held.hold([_output('a', 0, finish_reason='length')], {})  # freed by then
+  (output,) = _hold(held, [_output('a', 0, finish_reason='length')], {})  # freed by then
   assert output.new_token_ids == [0]
   assert not held and list(held.release(REQUESTS)) == []
 
@@ -152,15 +200,15 @@ def test_release_sends_what_is_held_and_forgets_what_was_aborted(monkeypatch):
   monkeypatch.setattr(scheduler.time, 'monotonic', lambda: now)
   held = _held()
   for token in range(3):
-    held.hold([_output('a', token), _output('b', 10 + token)], REQUESTS)
+    _hold(held, [_output('a', token), _output('b', 10 + token)], REQUESTS)
   assert held and not held.overdue()
   now += BLOCK_SECS
   assert held.overdue()
   ((client, output),) = held.release({'b': REQUESTS['b']})
   assert client == 2 and output.new_token_ids == [11, 12]
   assert not held and not held.overdue()
-  assert held.hold([_output('b', 13)], REQUESTS) == []  # goes on
-  assert held.hold([_output('a', 3)], REQUESTS) != []  # another of that name starts anew
+  assert _hold(held, [_output('b', 13)], REQUESTS) == []  # goes on
+  assert _hold(held, [_output('a', 3)], REQUESTS) != []  # another of that name starts anew
 
 
 @pytest.fixture(scope='module')
@@ -210,6 +258,18 @@ def test_only_turns_in_blocks_take_fewer_outputs(drawn):
       assert drawn[f'blocks.{index}.outputs'] == tokens
     else:
       assert drawn[f'blocks.{index}.outputs'] <= tokens / 5
+
+
+@pytest.mark.vllm
+def test_a_step_tells_statistics_with_outputs_or_where_something_changed_or_when_due(drawn):
+  running, outputs = drawn['told.1000000000.0'].T
+  assert len(running) == 40
+  # The first tokens of both, what is left of one after the abort, and its last tokens.
+  assert [(step, int(n)) for step, n in enumerate(running) if n >= 0] == [(0, 2), (10, 1), (39, 0)]
+  assert outputs[[0, 10, 39]].tolist() == [2, 0, 1] and outputs.sum() == 3
+  running, outputs = drawn['told.0'].T
+  assert running.tolist() == [2] * 10 + [1] * 29 + [0]
+  assert outputs.sum() == 3
 
 
 @pytest.mark.vllm
