@@ -88,9 +88,10 @@ _SEARCH = [
   *_cells('homogeneous', ('grpo',), 'usual'),
 ]
 _MORE = [
-  *_cells('mixed', ('tis', 'sc_tis', 'mis_mean'), 'usual'),
-  *_cells('mixed', MAIN_ARMS, 'near0 near16'),
+  *_cells('mixed', MAIN_ARMS, 'near16'),
   *_cells('nvfp4', MAIN_ARMS, 'usual'),
+  *_cells('mixed', MAIN_ARMS, 'near0'),
+  *_cells('mixed', ('tis', 'sc_tis', 'mis_mean'), 'usual'),
 ]
 
 # name -> (cells, seeds)

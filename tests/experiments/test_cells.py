@@ -10,8 +10,10 @@ import pytest
 from mimo.experiments import cells, settings
 from mimo.experiments.cells import Cell, Results, key, resolve
 from mimo.experiments.workdir import differing_keys
+from mimo.telemetry import study
 
-_STATED = runpy.run_path(str(pathlib.Path(__file__).parents[2] / 'configs' / 'ablation.py'))
+_ROOT = pathlib.Path(__file__).parents[2]
+_STATED = runpy.run_path(str(_ROOT / 'configs' / 'ablation.py'))
 get_config, GRIDS = _STATED['get_config'], _STATED['GRIDS']
 
 
@@ -75,6 +77,26 @@ def test_another_base_policy_is_another_key(monkeypatch):
   before = key(_config('mixed/grpo/usual'))
   monkeypatch.setattr(cells.base_policy, 'digest', lambda: 'another')
   assert key(_config('mixed/grpo/usual')) != before
+
+
+def test_the_kept_results_are_of_the_configuration_as_it_is():
+  """Else a grid would not go on from them: they are made again, or the change is not made."""
+  kept = {path.name for path in (_ROOT / 'experiments' / 'results').glob('*.csv')}
+  paths = {Results(_ROOT).path(Cell(kind, 0), key(_config(kind))).name for kind in GRIDS['all'][0]}
+  assert kept <= paths
+  results = Results(_ROOT / 'experiments' / 'results')
+  for kind, seed in itertools.product(*GRIDS['main']):
+    rows = results.read(Cell(kind, seed), key(_config(kind)))
+    assert rows and rows[-1]['update'] == _config(kind).updates, (kind, seed)
+
+
+def test_the_study_states_what_the_kept_results_give():
+  results = Results(_ROOT / 'experiments' / 'results')
+  wanted = [Cell(kind, seed) for seed in GRIDS['main'][1] for kind in GRIDS['main'][0]]
+  points = [row for cell in wanted for row in results.read(cell, key(_config(cell.kind)))]
+  text = (_ROOT / 'docs' / 'study.md').read_text()
+  for table in study.tables(points):
+    assert table.markdown() in text, table.heading
 
 
 def _metrics(path, updates=4):
