@@ -1,9 +1,10 @@
 """The plugin's route beside vLLM's own routes, on one server in one run.
 
     python benchmarks/vllm_route.py [--requests=64] [--tokens=64] [--candidates=128] [--repeats=3]
-        [--short]
+        [--short] [--unpatched]
 
-Starts one bf16 server of a tiny Qwen3 (2 layers, hidden 64, vocabulary 512) with a tokenizer, sends
+Starts one bf16 server of a tiny Qwen3 (2 layers, hidden 64, vocabulary 512) with a tokenizer and
+the patch `fast_topk`, as `mimo` starts those on CPU; `--unpatched` leaves vLLM its own topk. Sends
 `requests` concurrent turns of `tokens` tokens through each route, round by round, and prints a
 Markdown table: the best of all rounds in tokens per second, the bytes of an answer per token, and
 the CPU time per token of the client, decoding into arrays included, and of the server. The ratios
@@ -267,6 +268,7 @@ def main() -> None:
   parser.add_argument('--candidates', type=int, default=128)
   parser.add_argument('--repeats', type=int, default=3)
   parser.add_argument('--short', action='store_true', help='only the plugin and no log-probs')
+  parser.add_argument('--unpatched', action='store_true', help='vLLM with its own topk')
   options = parser.parse_args()
   with socket.socket() as probe:
     probe.bind(('127.0.0.1', 0))
@@ -280,6 +282,7 @@ def main() -> None:
       max_tokens=256,
       max_sessions=options.requests,
       max_candidates=options.candidates,
+      patches=() if options.unpatched else (launch.FAST_TOPK,),
       tokenizer=True,
     )
     with open(pathlib.Path(root, 'server.log'), 'wb') as log:

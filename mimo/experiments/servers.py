@@ -14,6 +14,7 @@ from mimo.models.moe import route_shape
 from mimo.samplers.base import Sampler, SamplerContract
 from mimo.samplers.vllm.client import ClientLimits, VllmClient
 from mimo.samplers.vllm.launch import (
+  FAST_TOPK,
   NVFP4_EMULATION,
   ServerSettings,
   server_command,
@@ -155,7 +156,7 @@ class Servers:
       kv_cache_dtype=pool.kv_cache_dtype,
       device='cpu' if on_cpu else 'gpu',
       cpu_threads=self._threads if on_cpu else None,
-      patches=(NVFP4_EMULATION,) if on_cpu and pool.format.startswith('nvfp4') else (),
+      patches=_patches(pool) if on_cpu else (),
       # vLLM returns the kept set of requests that have a top-k.
       sampling_mask=not on_cpu and self._sampling.top_k > 0,
       routes=not on_cpu and self._routes is not None,
@@ -174,6 +175,11 @@ class Servers:
         f'{self._gpus[pool.name].stop} for it and the pools before it'
       )
     return {'CUDA_VISIBLE_DEVICES': ','.join(names[gpu] for gpu in self._gpus[pool.name])}
+
+
+def _patches(pool: fleet.Pool) -> tuple[str, ...]:
+  """Returns the changes to vLLM with which a pool is served on CPU."""
+  return (FAST_TOPK, NVFP4_EMULATION) if pool.format.startswith('nvfp4') else (FAST_TOPK,)
 
 
 def replica_metrics(samplers: Sequence[Sampler]) -> dict[str, float]:

@@ -75,9 +75,10 @@ def test_a_server_on_cores(installed, tmp_path, tiny_policy, monkeypatch) -> Non
   made = _servers(tmp_path, pools, tiny_policy)
   by_format = {pool.format: made._settings(pool, tmp_path / 'view', 8000) for pool in pools}
   bf16, nvfp4 = by_format['bf16'], by_format['nvfp4_w4a4']
-  assert (bf16.device, bf16.dtype, bf16.cpu_threads, bf16.patches) == ('cpu', 'float32', 2, ())
+  assert (bf16.device, bf16.dtype, bf16.cpu_threads) == ('cpu', 'float32', 2)
   assert (bf16.max_tokens, bf16.max_candidates, bf16.max_sessions) == (96, 16, 8)
-  assert nvfp4.patches == ('nvfp4_emulation',)
+  assert bf16.patches == ('fast_topk',)
+  assert nvfp4.patches == ('fast_topk', 'nvfp4_emulation')
   assert not made._visible(pools[0])
   contract = made.sampler(pools[0]).contract
   assert (contract.source, contract.max_tokens) == (pools[0].source, 96)

@@ -20,7 +20,8 @@ SCHEDULER = 'mimo.samplers.vllm.internals.block_scheduler'
 PATCHES_VARIABLE = 'MIMO_VLLM_PATCHES'
 MOE_RELOAD = 'moe_reload'  # unquantised experts on CPU are repacked at each reload, not once
 NVFP4_EMULATION = 'nvfp4_emulation'  # lists vLLM's own NVFP4 emulation kernel for CPU
-PATCHES = (MOE_RELOAD, NVFP4_EMULATION)
+FAST_TOPK = 'fast_topk'  # finds many candidates of a small vocabulary by a vectorised sort on CPU
+PATCHES = (MOE_RELOAD, NVFP4_EMULATION, FAST_TOPK)
 
 DTYPES = ('float32', 'bfloat16')
 

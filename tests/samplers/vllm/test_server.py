@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mimo.samplers.vllm import wire
-from mimo.samplers.vllm.launch import ServerSettings, server_command, server_environment
+from mimo.samplers.vllm.launch import FAST_TOPK, ServerSettings, server_command, server_environment
 from mimo.samplers.vllm.messages import (
   ACTIVATE_PATH,
   GENERATE_PATH,
@@ -132,6 +132,7 @@ def server(views, tmp_path_factory):
     port=free_port('127.0.0.1'),
     max_tokens=MAX_TOKENS,
     max_sessions=16,
+    patches=(FAST_TOPK,),
     cpu_threads=1,  # two would wait for each other where other processes want the cores
   )
   environment = server_environment(settings, os.environ)
@@ -179,7 +180,7 @@ def test_status(server):
     assert status.logprob_mode == 'processed_logprobs'
     assert (status.logits_dtype, status.kv_cache_dtype) == ('float32', 'bf16')
     assert (status.vocab_size, status.max_tokens, status.max_candidates) == (VOCAB, MAX_TOKENS, 128)
-    assert status.tested and status.patches == () and status.max_running == 16
+    assert status.tested and status.patches == (FAST_TOPK,) and status.max_running == 16
 
   server.run(scenario)
 

@@ -6,9 +6,21 @@ import logging
 import os
 from typing import Any
 
-from mimo.samplers.vllm.launch import MOE_RELOAD, NVFP4_EMULATION, PATCHES, PATCHES_VARIABLE
+import numpy as np
+
+from mimo.samplers.vllm.launch import (
+  FAST_TOPK,
+  MOE_RELOAD,
+  NVFP4_EMULATION,
+  PATCHES,
+  PATCHES_VARIABLE,
+)
 
 _log = logging.getLogger('vllm.mimo')
+
+# Where fewer than one in so many of a vocabulary is asked for, torch's topk keeps a heap, and is
+# fast; else it parts the vocabulary and sorts what it keeps, one comparison at a time.
+_HEAP_SHARE = 64
 
 
 def requested_patches() -> tuple[str, ...]:
@@ -27,8 +39,13 @@ def apply_patches() -> tuple[str, ...]:
   names = requested_patches()
   if names and not current_platform.is_cpu():
     raise ValueError(f'{PATCHES_VARIABLE} is {",".join(names)}: these patches are for CPU only')
+  made = {
+    MOE_RELOAD: _patch_moe_reload,
+    NVFP4_EMULATION: _patch_nvfp4_emulation,
+    FAST_TOPK: _patch_topk,
+  }
   for name in names:
-    {MOE_RELOAD: _patch_moe_reload, NVFP4_EMULATION: _patch_nvfp4_emulation}[name]()
+    made[name]()
     _log.warning('mimo: vLLM is patched in this process: %s', name)
   return names
 
@@ -57,3 +74,51 @@ def _patch_moe_reload() -> None:
 
   setup_kernel._mimo_patched = True  # type: ignore[attr-defined]
   method._setup_kernel = setup_kernel
+
+
+def _patch_topk() -> None:
+  import torch
+  from vllm.v1.outputs import LogprobsTensors
+  from vllm.v1.sample.sampler import Sampler
+
+  original = Sampler.gather_logprobs
+  if getattr(original, '_mimo_patched', False):
+    return
+
+  def gather_logprobs(logprobs: Any, num_logprobs: int, token_ids: Any) -> Any:
+    if num_logprobs * _HEAP_SHARE <= logprobs.shape[-1] or logprobs.dtype != torch.float32:
+      return original(logprobs, num_logprobs, token_ids)
+    drawn = original(logprobs, 0, token_ids)
+    ids, values = most_likely(logprobs.numpy(), num_logprobs)
+    return LogprobsTensors(
+      torch.cat((drawn.logprob_token_ids, torch.from_numpy(ids)), dim=1),
+      torch.cat((drawn.logprobs, torch.from_numpy(values)), dim=1),
+      drawn.selected_token_ranks,
+    )
+
+  gather_logprobs._mimo_patched = True  # type: ignore[attr-defined]
+  Sampler.gather_logprobs = staticmethod(gather_logprobs)
+
+
+def most_likely(logprobs: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns ([N, num] int32 ids, [N, num] float32 log-probs), the most likely first.
+
+  Of equal ones the lower id comes first. Values and ids are sorted as one integer, which numpy does
+  many at a time.
+
+  Args:
+    logprobs: [N, V] float32, with no NaN.
+    num: 1 <= num <= V.
+  """
+  vocab = logprobs.shape[-1]
+  bits = np.ascontiguousarray(logprobs).view(np.int32)
+  # As integers, floats below zero are in the opposite order.
+  ordered = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits).astype(np.int64)
+  keys = (ordered << 32) | np.arange(vocab - 1, -1, -1, dtype=np.int64)
+  if num < vocab:
+    keys = np.partition(keys, vocab - num, axis=-1)[:, vocab - num :]
+  keys = np.sort(keys, axis=-1)[:, ::-1]
+  ids = (vocab - 1 - (keys & 0xFFFFFFFF)).astype(np.int32)
+  ordered = (keys >> 32).astype(np.int32)
+  bits = np.where(ordered < 0, ordered ^ np.int32(0x7FFFFFFF), ordered)
+  return ids, bits.view(np.float32)
