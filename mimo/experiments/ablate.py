@@ -1,7 +1,7 @@
 r"""Runs a grid of cells (fleet, arm, staleness, seed) and draws its report.
 
     python -m mimo.experiments.ablate --config=configs/ablation.py --workdir=DIR \
-        [--grid=quick|main|more|all] [--config.updates=N ...] [--results=DIR] [--workers=N]
+        [--grid=quick|main|more|all|search] [--config.updates=N ...] [--results=DIR] [--workers=N]
 
 As many cells run at a time as there are cores, each in a process on a core of its own. A finished
 cell is written to --results (a CSV file per kind of cell) and never run again as long as its

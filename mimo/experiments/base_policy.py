@@ -36,8 +36,8 @@ RECIPE = dataclasses.replace(
   stages=(pretrain.Stage(600, pretrain.CAREFUL), pretrain.Stage(150, demonstrations.HABITS)),
   learning_rate=4e-3,
 )
-# Without it four bits cost this policy 0.001 nats a token, and SmolLM2-135M 0.26 (see
-# experiments/README.md); with it 0.1.
+# How unlike channels are. As they were learned, four bits cost this policy next to nothing, which
+# they do not of a large one (see docs/study.md).
 OCTAVES = 1.75
 _SEED = 0
 
@@ -80,11 +80,15 @@ def with_unlike_channels(
   that share a scale become unlike in size, and a format with few levels loses the small ones.
 
   Args:
-    config: as many key heads as heads, dense, one kind of layer.
+    config: of llama or qwen3, with as many key heads as heads.
     params: of that model.
     octaves: a standard deviation; 0 changes nothing.
     seed: of the scales.
+
+  Raises ValueError for another model.
   """
+  if config.family not in ('llama', 'qwen3'):
+    raise ValueError(f'the family is {config.family!r}; expected llama or qwen3')
   if config.num_heads != config.num_kv_heads:
     raise ValueError(
       f'{config.num_kv_heads} key heads for {config.num_heads} heads; expected as many'
@@ -123,7 +127,7 @@ def main() -> None:
       raise ValueError(f'--out={path} exists; expected a new directory')
     if not 0 <= flags.FLAGS.octaves <= 8:
       raise ValueError(f'--octaves is {flags.FLAGS.octaves}; expected 0 to 8')
-  path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
   _write(path, flags.FLAGS.octaves, lambda step, loss: print(f'step {step}: loss {loss:.3f}'))
   print(f'policy: {path}')
 

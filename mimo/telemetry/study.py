@@ -25,7 +25,6 @@ from mimo.telemetry.study_data import Condition, Point
 
 _LABELS = ('fleet', 'arm', 'staleness', 'seed', 'update')
 _USUAL = 'usual'
-_TAIL_RATIO = names.of_train(names.TAIL_RATIO)
 
 _Rows = tuple[list[str], list[list[str]]]  # the header, and the rest
 
@@ -87,6 +86,7 @@ def write(directory: pathlib.Path, points: Sequence[Point]) -> pathlib.Path:
 
 def draw(points: Sequence[Point]) -> dict[str, tuple[str, Figure]]:
   """Returns (heading, figure) by file name."""
+  points = data.with_tails(points)
   groups: dict[tuple[str, str], dict[Condition, list[Point]]] = {}
   for condition, own in data.conditions(points).items():
     groups.setdefault((condition.fleet, condition.staleness), {})[condition] = own
@@ -108,13 +108,18 @@ def draw(points: Sequence[Point]) -> dict[str, tuple[str, Figure]]:
 
 def tables(points: Sequence[Point]) -> list[Table]:
   """Returns the tables that have rows."""
+  points = data.with_tails(points)
+  early = data.early(points)
+  first = f'the first {early[0]["update"]} updates' if early else ''
   every = [
     Table('Scores', *_scores_at_the_end(points)),
     Table('Effects', *_effects(points)),
     Table('Collapses', *_collapses(points)),
     Table('Mismatch', *_mismatch(points)),
+    Table(f'Mismatch in {first}', *_mismatch(early)),
     Table('KL by source', *_sources(points)),
     Table('Mixed against homogeneous', *_fleets(points)),
+    Table(f'Mixed against homogeneous in {first}', *_fleets(early)),
   ]
   return [table for table in every if table.rows]
 
@@ -250,7 +255,7 @@ def _collapses(points: Sequence[Point]) -> _Rows:
         data.spread(lows).text(),
       ]
     )
-  header = [f'held-out pass@1 below {floor:.3f}', 'for good', 'from update', 'ever', 'lowest']
+  header = [f'held-out pass@1 below {floor:.3f}', 'to the end', 'from update', 'ever', 'lowest']
   return header, rows
 
 
@@ -258,7 +263,7 @@ def _mismatch(points: Sequence[Point]) -> _Rows:
   columns = {
     'KL, nats': ('train/kl', '.2e'),
     'masked': ('train/masked_share', '.4f'),
-    'tail ratio': (_TAIL_RATIO, '.3f'),
+    'tail ratio': ('train/rho', '.3f'),
     'effective sample': ('train/effective_sample', '.3f'),
     'mean-score norm': ('train/mean_score_norm', '.3f'),
     'covariance norm': ('train/covariance_norm', '.3f'),
@@ -266,20 +271,11 @@ def _mismatch(points: Sequence[Point]) -> _Rows:
     'staleness': (names.STALENESS, '.2f'),
     'versions an episode': ('rollout/versions_per_episode', '.2f'),
   }
-  rows = []
-  for condition, own in data.conditions(points).items():
-    # Where supports are recorded whole there are no tails, and their ratio is no number.
-    tailed = [point for point in own if point.get('train/head_share', 1.0)]
-    rows.append(
-      [
-        str(condition),
-        *(
-          data.whole(tailed if name == _TAIL_RATIO else own, name).text(spec)
-          for name, spec in columns.values()
-        ),
-      ]
-    )
-  return ['means over the run', *columns], rows
+  rows = [
+    [str(condition), *(data.whole(own, name).text(spec) for name, spec in columns.values())]
+    for condition, own in data.conditions(points).items()
+  ]
+  return ['means over updates', *columns], rows
 
 
 def _sources(points: Sequence[Point]) -> _Rows:
@@ -288,7 +284,7 @@ def _sources(points: Sequence[Point]) -> _Rows:
     for pool in names.sources({name for point in own for name in point}):
       cells = [data.whole(own, names.of_source(pool, n)) for n in (names.KL, names.MASKED_SHARE)]
       rows.append([str(condition), pool, cells[0].text('.2e'), cells[1].text('.4f')])
-  return ['means over the run', 'source', 'KL, nats', 'masked'], rows
+  return ['means over updates', 'source', 'KL, nats', 'masked'], rows
 
 
 def _fleets(points: Sequence[Point]) -> _Rows:

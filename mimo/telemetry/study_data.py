@@ -78,6 +78,26 @@ def runs(points: Sequence[Point]) -> dict[int, list[Point]]:
   return out
 
 
+def with_tails(points: Sequence[Point]) -> list[Point]:
+  """Returns points without the tail ratio where supports are whole: no tail, and no such number."""
+  tail = names.of_train(names.TAIL_RATIO)
+  return [
+    point
+    if point.get('train/head_share', 1.0)
+    else {name: value for name, value in point.items() if name != tail}
+    for point in points
+  ]
+
+
+def early(points: Sequence[Point]) -> list[Point]:
+  """Returns the first point of each run after its base: before what fails has failed."""
+  out = []
+  for own in conditions(points).values():
+    for run in runs(own).values():
+      out += [point for point in run if point['update'] > 0][:1]
+  return out
+
+
 def curve(points: Sequence[Point], name: str) -> Curve | None:
   """Returns a number of one condition over updates, None where no point has it."""
   at: dict[int, list[float]] = {}
@@ -143,8 +163,7 @@ def gain(points: Sequence[Point], name: str) -> Spread:
 def against(points: Sequence[Point], other: Sequence[Point], name: str) -> Spread:
   """Returns by how much a number at the end exceeds another condition's, seed by seed.
 
-  Runs of one seed share prompts and the draws of their evaluations at the start, so differences
-  vary less than the two numbers.
+  Runs of one seed share prompts, and what they share cancels.
   """
   theirs = runs(other)
   pairs = [(run[-1], theirs[seed][-1]) for seed, run in runs(points).items() if seed in theirs]

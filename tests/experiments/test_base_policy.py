@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,10 @@ def test_unlike_channels_are_the_same_function_and_quantise_worse(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, same, rounded)
 
 
-def test_unlike_channels_need_a_head_of_keys_a_head():
+def test_unlike_channels_are_of_a_model_that_can_have_them():
+  experts = types.SimpleNamespace(family='qwen3_moe', num_heads=4, num_kv_heads=4)
+  with pytest.raises(ValueError, match="the family is 'qwen3_moe'; expected llama or qwen3"):
+    base_policy.with_unlike_channels(experts, {}, 1.0, 0)
   config = dataclasses.replace(base_policy.MODEL, num_kv_heads=2)
   with pytest.raises(ValueError, match='2 key heads for 4 heads'):
     base_policy.with_unlike_channels(config, {}, 1.0, 0)

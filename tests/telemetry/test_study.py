@@ -92,12 +92,12 @@ def test_the_report_holds_tables_and_figures(points, tmp_path):
   assert ['mixed/sc_mis/usual', *gains] in cells
   assert ['mixed/grpo/usual', '-0.300 ± 0.000', '-', '-0.300 ± 0.000', '-'] in cells
   assert ['mixed/sc_mis/usual', '0 of 2', '-', '0 of 2', '0.600 ± 0.000'] in cells
-  (ratio,) = [row for row in cells if row[0] == 'mixed/sc_mis/usual' and len(row) == 7]
-  assert (ratio[3], ratio[6]) == ('4.00', '0.80')
+  ratios = [row for row in cells if row[0] == 'mixed/sc_mis/usual' and len(row) == 7]
+  assert [(row[3], row[6]) for row in ratios] == [('4.00', '0.80')] * 2  # of all, and at first
   text = (tmp_path / 'tables.md').read_text()
   assert '| base |  | 0.500 | 0.600 | 0.300 | 0.400 |' in text.splitlines()
   assert f'| {" | ".join(fell)} |' in text.splitlines()
-  assert re.findall(r'^## (.*)$', text, re.M) == re.findall(r'<h2>(.*?)</h2>', page)[:6]
+  assert re.findall(r'^## (.*)$', text, re.M) == re.findall(r'<h2>(.*?)</h2>', page)[:8]
   pictures = {p.name for p in (tmp_path / 'figures').iterdir()}
   assert {
     'pass_mixed_usual.png',
@@ -119,6 +119,17 @@ def test_a_nucleus_has_no_tail():
       point['train/head_share'] = float(point['arm'] == 'sc_mis')
   (table,) = [table for table in study.tables(points) if table.heading == 'Mismatch']
   assert [row[table.header.index('tail ratio')] for row in table.rows] == ['2.000', '-']
+  assert data.with_tails(points) != points
+  (_, figure) = study.draw(points)['tail_ratio_mixed_usual']
+  assert {line.get_label() for line in figure.axes[0].get_lines()} >= {'sc_mis'}
+  assert 'sc_mis_topp' not in {line.get_label() for line in figure.axes[0].get_lines()}
+
+
+def test_the_start_is_before_anything_fails():
+  points = _run([0.5, 0.6, 0.0], seed=0, kl=1.0) + _run([0.5, 0.6, 0.0], seed=1, kl=3.0)
+  assert [(p['seed'], p['update']) for p in data.early(points)] == [(0, 10), (1, 10)]
+  (table,) = [t for t in study.tables(points) if t.heading == 'Mismatch in the first 10 updates']
+  assert table.rows[0][1] == '2.00e+00 ± 1.00e+00'
 
 
 def test_the_base_is_a_line(points):

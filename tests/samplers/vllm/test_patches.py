@@ -25,6 +25,11 @@ def test_the_most_likely_are_those_of_a_stable_sort(num):
   assert (ids.dtype, values.dtype) == (np.int32, np.float32)
 
 
+def test_more_than_there_are_is_a_mistake():
+  with pytest.raises(ValueError, match='num is 9; expected 1 to 8'):
+    patches.most_likely(_logprobs(2, 8), 9)
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize('num', [2, 33, 128])
 def test_vllm_gets_the_candidates_that_it_had(num, monkeypatch):

@@ -103,14 +103,16 @@ def _patch_topk() -> None:
 def most_likely(logprobs: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
   """Returns ([N, num] int32 ids, [N, num] float32 log-probs), the most likely first.
 
-  Of equal ones the lower id comes first. Values and ids are sorted as one integer, which numpy does
-  many at a time.
+  Of equal ones the lower id comes first (-0 is less than 0). Values and ids are sorted as one
+  integer, which numpy does many at a time.
 
   Args:
     logprobs: [N, V] float32, with no NaN.
-    num: 1 <= num <= V.
+    num: of 1 to V.
   """
   vocab = logprobs.shape[-1]
+  if not 1 <= num <= vocab:
+    raise ValueError(f'num is {num}; expected 1 to {vocab}')
   bits = np.ascontiguousarray(logprobs).view(np.int32)
   # As integers, floats below zero are in the opposite order.
   ordered = np.where(bits < 0, bits ^ np.int32(0x7FFFFFFF), bits).astype(np.int64)

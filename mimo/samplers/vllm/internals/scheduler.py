@@ -126,8 +126,11 @@ def _scheduler_class(is_async: bool) -> type:
       return None
 
     def _tells(self, stats_of: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-      """Whether statistics are sent without outputs: where other numbers of requests run and
-      wait, where there are some of this step alone, and every `STATS_SECS`."""
+      """Returns whether statistics are sent without outputs.
+
+      That is where other numbers of requests run or wait than were told, where some are of this
+      step alone (arguments, such as speculation's), and every `STATS_SECS`.
+      """
       args, kwargs = stats_of
       return (
         self.get_request_counts() != self._counts
@@ -152,7 +155,7 @@ class StepLogprobs:
     self._lists = lists
 
   def slice_request(self, index: int, count: int) -> tuple[Any, int, int]:
-    """Returns what `slice_request` of the lists is to be called with."""
+    """Returns what to cut, and cuts nothing yet: an array for each held row is what costs."""
     return self._lists, index, count
 
 
@@ -266,7 +269,10 @@ class HeldOutputs:
 
 
 class _Rows:
-  """Rows of log-probs, by slot and place: the three arrays of vLLM's `LogprobsLists`."""
+  """Rows of log-probs, by slot and place: the three arrays of vLLM's `LogprobsLists`.
+
+  They grow to the most slots held at a time and the widest step, which `--max-logprobs` bounds.
+  """
 
   def __init__(self) -> None:
     self._kind: Any = None
