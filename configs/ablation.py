@@ -4,7 +4,7 @@ Runs:      a grid of cells `fleet/arm/staleness`, each with several seeds, on `r
            of 0.12M parameters that the command makes first. Sampling is simulated: tokens are drawn
            by the native samplers at the version that a fleet of these speeds would serve, so that
            staleness is a result. Prices are list prices, throughputs are stated and not measured.
-Takes:     3 minutes of one core a run, and 1.5 for the base policy.
+Takes:     2 to 3 minutes of one core a run, and 1.5 for the base policy; see docs/study.md.
 Command:   python -m mimo.experiments.ablate --config=configs/ablation.py --workdir=runs/ablation \
                --grid=quick
 Grids:     quick (a part of the main comparison, one seed), main (five seeds), more (further arms,
