@@ -90,12 +90,18 @@ def test_the_kept_results_are_of_the_configuration_as_it_is():
     assert rows and rows[-1]['update'] == _config(kind).updates, (kind, seed)
 
 
-def test_the_study_states_what_the_kept_results_give():
+@pytest.mark.parametrize(
+  ('grid', 'headings'), [('main', None), ('more', ('Scores', 'Collapses', 'Mismatch'))]
+)
+def test_the_study_states_what_the_kept_results_give(grid, headings):
+  kinds, seeds = GRIDS[grid]
   results = Results(_ROOT / 'experiments' / 'results')
-  wanted = [Cell(kind, seed) for seed in GRIDS['main'][1] for kind in GRIDS['main'][0]]
+  wanted = [Cell(kind, seed) for seed in seeds for kind in kinds]
   points = [row for cell in wanted for row in results.read(cell, key(_config(cell.kind)))]
   text = (_ROOT / 'docs' / 'study.md').read_text()
-  for table in study.tables(points):
+  tables = [t for t in study.tables(points) if headings is None or t.heading in headings]
+  assert len(tables) == (8 if headings is None else len(headings))
+  for table in tables:
     assert table.markdown() in text, table.heading
 
 
