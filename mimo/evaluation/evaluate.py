@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from mimo import keys
 from mimo.evaluation import passk
 from mimo.samplers.base import Sampler
 from mimo.tasks.base import Task
@@ -169,7 +170,7 @@ def full_vocabulary(task: Task) -> SamplingParams:
 
 def sample_key(seed: int, index: int, sample: int) -> np.ndarray:
   """Returns the random key [2] uint32 of one sample of one task: reruns draw with the same."""
-  return np.random.SeedSequence([seed, index, sample]).generate_state(2, np.uint32)
+  return keys.key('evaluation', seed, index, sample)
 
 
 async def evaluate(
@@ -192,7 +193,7 @@ async def evaluate(
     task: the task.
     params: how to draw; `full_vocabulary(task)` for a reported score.
     samples: n, per task.
-    seed: of the random keys; a training run's are made in another way.
+    seed: of the random keys, which are never those of training.
     split: the split that is sampled.
     subsets: further splits of the task, each scored from the same samples.
     reruns: how many times what the environment or the sampler broke is run again.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from mimo import fleet
+from mimo import fleet, keys
 from mimo.evaluation import evaluate as evaluation
 from mimo.experiments import factories, hosts, records, servers, virtual
 from mimo.experiments.prepare import Plan, start
@@ -331,4 +331,4 @@ class Run:
 
 def _evaluation_seed(seed: int, update: int) -> int:
   """Returns the seed of one evaluation: a number of its own per run and update."""
-  return seed * 1_000_003 + update
+  return int(keys.key('evaluation of update', seed, update)[0])

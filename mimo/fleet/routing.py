@@ -11,6 +11,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from mimo import keys
+
 
 def least_loaded(
   in_use: Sequence[int], capacity: Sequence[int], allowed: Collection[int] | None = None
@@ -54,11 +56,11 @@ def table(capacity: Sequence[int]) -> tuple[int, ...]:
   return tuple(out)
 
 
-def fixed(table: Sequence[int], *, seed: int, update: int, group: int, member: int) -> int:
+def fixed(table: Sequence[int], *, seed: int, group: int, member: int) -> int:
   """Returns the replica of one session, a function of nothing but the arguments.
 
-  A group starts at a place of the table drawn from (seed, update, group), and its members take the
-  places that follow, so that a group meets the pools in about their proportion.
+  A group starts at a place of the table drawn from (seed, group), and its members take the places
+  that follow, so that a group meets the pools in about their proportion.
   """
-  start = int(np.random.SeedSequence([seed, update, group]).generate_state(1, np.uint64)[0])
+  start = int(keys.seed_sequence('routing', seed, group).generate_state(1, np.uint64)[0])
   return table[(start + member) % len(table)]

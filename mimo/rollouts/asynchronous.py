@@ -122,8 +122,7 @@ class AsyncRollouts:
       task.add_done_callback(functools.partial(self._end, prompt))
 
   def _key(self, prompt: PromptRef, member: int) -> Any:
-    # Nobody knows yet which update will train on the group; its number alone tells keys apart.
-    return session_key(seed=self._settings.seed, update=0, group=prompt.group, member=member)
+    return session_key(seed=self._settings.seed, group=prompt.group, member=member)
 
   def _end(self, prompt: PromptRef, task: asyncio.Task[Group | None]) -> None:
     """Takes in a group that ended, whatever way."""

@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from mimo import keys
 from mimo.types import PromptRef
 
 
 def permutation(seed: int, epoch: int, size: int) -> np.ndarray:
   """Returns [size] int64: the order of a split in one epoch.
 
-  It sorts hashed numbers (numpy's SeedSequence, fixed across versions), not a Generator's shuffle,
-  whose stream may change with numpy.
+  It sorts hashed numbers, which are fixed across versions of numpy, unlike a Generator's shuffle.
   """
-  noise = np.random.SeedSequence([seed, epoch]).generate_state(size, np.uint64)
+  noise = keys.seed_sequence('prompts', seed, epoch).generate_state(size, np.uint64)
   return np.argsort(noise, kind='stable')
 
 

@@ -2,7 +2,7 @@
 
 Update u trains on groups sampled wholly by the weights of update max(0, u - lag), so every token is
 u - max(0, u - lag) updates stale. Nothing runs between two batches. What is sampled depends on
-(seed, update, group, member) and on weights, never on the clock, as long as no attempt is lost to
+(seed, group, member) and on weights, never on the clock, as long as no attempt is lost to
 the wall clock and samplers draw from their keys alone. A retry uses the same key on the same
 replica, so an attempt lost in passing leaves no trace in the batch.
 """
@@ -82,7 +82,7 @@ class LockstepRollouts:
     asked = clock()
     held = max(0, update - self._lag)
     number = await self._pin(held)
-    groups = await self._sample(update)
+    groups = await self._sample()
     staleness = []
     for trajectory in (t for group in groups for t in group.trajectories):
       ranges = versions.stale_ranges(trajectory, update, {number: held})
@@ -113,7 +113,7 @@ class LockstepRollouts:
   async def close(self) -> None:
     """Does nothing: nothing runs between two batches."""
 
-  async def _sample(self, update: int) -> list[Group]:
+  async def _sample(self) -> list[Group]:
     """Returns a batch's groups, by number."""
     groups: list[Group] = []
     taken: list[PromptRef] = []
@@ -121,7 +121,7 @@ class LockstepRollouts:
       while (missing := self._settings.groups - len(groups)) > 0:
         prompts = [self._cursor.take() for _ in range(missing)]
         taken += prompts
-        results = await together(self._group(prompt, update) for prompt in prompts)
+        results = await together(self._group(prompt) for prompt in prompts)
         for prompt, group in zip(prompts, results, strict=True):
           if group is None:
             self._cursor.done(prompt.group)
@@ -132,16 +132,16 @@ class LockstepRollouts:
       raise
     return groups
 
-  async def _group(self, prompt: PromptRef, update: int) -> Group | None:
-    where = {'seed': self._settings.seed, 'update': update, 'group': prompt.group}
+  async def _group(self, prompt: PromptRef) -> Group | None:
+    where = {'seed': self._settings.seed, 'group': prompt.group}
     key = functools.partial(_key, **where)
     replica = functools.partial(_replica, self._table, **where)
     return await self._runner.run(prompt, key=key, replica=replica)
 
 
-def _key(member: int, *, seed: int, update: int, group: int) -> Any:
-  return session_key(seed=seed, update=update, group=group, member=member)
+def _key(member: int, *, seed: int, group: int) -> Any:
+  return session_key(seed=seed, group=group, member=member)
 
 
-def _replica(table: Sequence[int], member: int, *, seed: int, update: int, group: int) -> int:
-  return routing.fixed(table, seed=seed, update=update, group=group, member=member)
+def _replica(table: Sequence[int], member: int, *, seed: int, group: int) -> int:
+  return routing.fixed(table, seed=seed, group=group, member=member)

@@ -283,7 +283,7 @@ class SimulatedRollouts:
 
   def _play(self, group: Running, member: int) -> None:
     prompt = group.prompt
-    key = session_key(seed=self._settings.seed, update=0, group=prompt.group, member=member)
+    key = session_key(seed=self._settings.seed, group=prompt.group, member=member)
     place = functools.partial(self._place, Member(prompt.group, member))
     group.tasks[member] = asyncio.ensure_future(self._runner.member(prompt, member, key, place))
 

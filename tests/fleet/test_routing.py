@@ -52,10 +52,7 @@ def test_a_table_is_proportional_and_even(capacity):
 def test_sessions_of_a_batch_follow_the_capacities():
   table = routing.table([12, 16, 48])
   counts = collections.Counter(
-    routing.fixed(table, seed=3, update=u, group=g, member=m)
-    for u in range(10)
-    for g in range(40)
-    for m in range(8)
+    routing.fixed(table, seed=3, group=g, member=m) for g in range(400) for m in range(8)
   )
   for r, sessions in enumerate([12, 16, 48]):
     assert counts[r] / 3200 == pytest.approx(sessions / 76, abs=0.02)
@@ -63,7 +60,7 @@ def test_sessions_of_a_batch_follow_the_capacities():
 
 def test_a_place_depends_on_every_argument_and_on_nothing_else():
   table = routing.table([1] * 997)
-  base = dict(seed=1, update=2, group=3, member=4)
+  base = dict(seed=1, group=3, member=4)
   place = routing.fixed(table, **base)
   assert place == routing.fixed(table, **base)
   for name in base:

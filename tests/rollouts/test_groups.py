@@ -12,7 +12,7 @@ from mimo.types import EpisodeEnd, PromptRef
 
 
 def _key(member):
-  return session_key(seed=0, update=0, group=5, member=member)
+  return session_key(seed=0, group=5, member=member)
 
 
 def _runner(kit, samplers, task=None, **changes):

@@ -120,7 +120,7 @@ def test_keys_pools_and_order_are_those_stated(kit):
     for group in batch.groups:
       assert [t.member for t in group.trajectories] == [0, 1, 2]
       for t in group.trajectories:
-        where = {'seed': 7, 'update': batch.update, 'group': group.prompt.group}
+        where = {'seed': 7, 'group': group.prompt.group}
         where['member'] = t.member
         assert t.source.pool == 'ab'[routing.fixed(table, **where)]
         keys = [

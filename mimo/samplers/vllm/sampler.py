@@ -17,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
+from mimo import keys
 from mimo.samplers.base import SamplerContract, SamplerError
 from mimo.samplers.vllm.client import CORRUPT, ClientLimits, TurnError, VllmClient
 from mimo.samplers.vllm.messages import Outcome, Status
@@ -260,9 +261,7 @@ def _checked(sample: TurnSample, min_version: int) -> TurnSample:
 
 def _seed(key: np.ndarray, start: int) -> int:
   """Returns the seed of the turn that starts at a position: 63 bits of the key and of it."""
-  high, low = np.random.SeedSequence([*np.asarray(key, np.uint32).tolist(), start]).generate_state(
-    2
-  )
+  high, low = keys.key('turn', *np.asarray(key, np.uint32).tolist(), start)
   return (int(high) << 32 | int(low)) & (2**63 - 1)
 
 
