@@ -6,11 +6,85 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from mimo import checks
 from mimo.types import EpisodeEnd, FinishReason, Group, SamplingParams, Trajectory
 
 
 class RolloutError(Exception):
   """Sampling cannot go on, or the source was closed while a batch was awaited."""
+
+
+SCHEDULES = ('async', 'lockstep', 'simulated')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualOptions:
+  """How long things take in a simulated run: the section `rollouts.virtual`.
+
+  Attributes:
+    update_secs: from a batch to the weights that come of it, in virtual seconds.
+    publication_secs: from the end of an update until replicas serve its weights, in virtual seconds.
+    answer_secs: an environment's answer to a turn that another follows, in virtual seconds.
+    session_tokens_per_sec: what one session draws, however few there are, per virtual second.
+    turn_tokens: tokens drawn in a turn; with a pool's turns_per_hour, what a replica draws in all.
+  """
+
+  update_secs: float = 60.0
+  publication_secs: float = 30.0
+  answer_secs: float = 2.0
+  session_tokens_per_sec: float = 4.0
+  turn_tokens: float = 6.0
+
+  def __post_init__(self) -> None:
+    for name in ('update_secs', 'publication_secs', 'answer_secs'):
+      checks.number(name, getattr(self, name), least=0)
+    for name in ('session_tokens_per_sec', 'turn_tokens'):
+      checks.number(name, getattr(self, name), above=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutOptions:
+  """How a run samples: the section `rollouts`.
+
+  Attributes:
+    schedule: async, lockstep (no threads, a pure function of the seed) or simulated (that too, with
+      sampling beside training on a virtual clock).
+    prompts_per_update: groups in a batch, one prompt each.
+    group_size: samples asked for per prompt; at least 2, since a group of one has no mean.
+    in_flight_batches: groups sampled at a time, in batches; not in lockstep.
+    buffered_batches: groups sampled and not yet trained on, in batches; not in lockstep. What ends
+      when the buffer is full stays in flight, in the way of new groups.
+    max_staleness_updates: trajectories with a staler token are dropped and counted as they would be
+      trained on; None drops none.
+    lag_updates: how many updates the samplers are behind the trainer; lockstep only.
+    episode_timeout_secs: how long an episode may take once it has a place at a sampler, in seconds
+      of the run's clock; the first ones wait for compilation.
+    retries: how often a member whose attempt was lost is tried again.
+    virtual: how long things take; simulated only.
+  """
+
+  schedule: str = 'async'
+  prompts_per_update: int = 16
+  group_size: int = 8
+  in_flight_batches: float = 1.3
+  buffered_batches: float = 2.0
+  max_staleness_updates: int | None = None
+  lag_updates: int = 1
+  episode_timeout_secs: float = 600.0
+  retries: int = 2
+  virtual: VirtualOptions = dataclasses.field(default_factory=VirtualOptions)
+
+  def __post_init__(self) -> None:
+    checks.one_of('schedule', self.schedule, SCHEDULES)
+    checks.whole('prompts_per_update', self.prompts_per_update, least=1)
+    checks.whole('group_size', self.group_size, least=2)
+    checks.number('in_flight_batches', self.in_flight_batches, above=0)
+    checks.number('buffered_batches', self.buffered_batches, least=1)
+    if self.max_staleness_updates is not None:
+      checks.whole('max_staleness_updates', self.max_staleness_updates, least=0)
+    checks.whole('lag_updates', self.lag_updates, least=0)
+    checks.number('episode_timeout_secs', self.episode_timeout_secs, above=0)
+    checks.whole('retries', self.retries, least=0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
