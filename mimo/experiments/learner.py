@@ -16,7 +16,7 @@ from mimo.telemetry import names
 from mimo.trainer.drift import Drift
 from mimo.trainer.packing import Bucket, pack
 from mimo.trainer.state import TrainState
-from mimo.trainer.update import Trainer
+from mimo.trainer.update import ADVANTAGE_SIZE, Trainer
 from mimo.types import Group
 from mimo.weights.publication import Snapshot
 
@@ -134,7 +134,7 @@ class Learner:
 
 
 # Of aux, what the trainer adds to the objective's.
-_OWN = ('entropy_sum', 'routed_sum', 'route_difference_sum')
+_OWN = ('entropy_sum', ADVANTAGE_SIZE, 'routed_sum', 'route_difference_sum')
 
 
 def _objective(aux: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

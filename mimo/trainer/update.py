@@ -47,6 +47,9 @@ from mimo.trainer.state import (
 # The head's matmul and the logits, whatever the layers compute in. A sampler must state the same.
 LOGITS_DTYPE = 'float32'
 
+# The sum of |adv| over trained tokens, in aux: where it is 0 there is nothing to learn.
+ADVANTAGE_SIZE = 'advantage_size_sum'
+
 
 class Spec(NamedTuple):
   """What an update is compiled for. Hashable.
@@ -154,7 +157,7 @@ def objective(
     source=micro.source,
     num_sources=spec.num_sources,
   )
-  sums = {'entropy_sum': jax.lax.stop_gradient(entropy)}
+  sums = {'entropy_sum': jax.lax.stop_gradient(entropy), ADVANTAGE_SIZE: jnp.abs(micro.adv)}
   if different is not None:
     known = jnp.isfinite(different)
     sums['routed_sum'] = known.astype(jnp.float32)
@@ -198,8 +201,9 @@ def apply(
   """One step of AdamW, unless there was nothing to learn from or something was not finite.
 
   Either way `state.update` goes on by one. Parameters, moments and the optimiser's own count stay
-  as they are where `empty` (the batch had no trained token) or `skipped` (the loss, the gradient's
-  norm or the step's was not finite; counted in `state.skipped`).
+  as they are where the batch is `empty` (it has no trained token) or `flat` (every advantage is 0,
+  so that decay and old moments alone would move the parameters), or where the update is `skipped`
+  (the loss, the gradient's norm or the step's was not finite; counted in `state.skipped`).
 
   Returns:
     (state, metrics): float32 scalars, and `aux`.
@@ -218,8 +222,9 @@ def apply(
   params = optax.apply_updates(state.params, steps)
   finite = jnp.isfinite(total.loss) & jnp.isfinite(grad_norm) & jnp.isfinite(update_norm)
   empty = denominator == 0
-  skipped = ~finite & ~empty
-  taken = finite & ~empty
+  flat = (jnp.sum(total.aux[ADVANTAGE_SIZE]) == 0) & ~empty
+  skipped = ~finite & ~empty & ~flat
+  taken = finite & ~empty & ~flat
   params, opt_state = jax.tree.map(
     lambda new, old: jnp.where(taken, new, old),
     (params, opt_state),
@@ -233,6 +238,7 @@ def apply(
     'learning_rate': rate,
     'skipped': skipped.astype(jnp.float32),
     'empty': empty.astype(jnp.float32),
+    'flat': flat.astype(jnp.float32),
     'aux': total.aux,
   }
   state = TrainState(params, opt_state, state.update + 1, state.skipped + skipped)

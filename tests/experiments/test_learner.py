@@ -79,9 +79,13 @@ def test_counts_by_source_and_moves_only_where_rewards_differ(learner) -> None:
   assert scalars['train/entropy'] == pytest.approx(np.log(128), abs=0.2)
   assert scalars['train/grad_norm'] > 0
   assert 'train/drift' not in scalars
+  assert scalars['train/flat'] == 0
+  before = _weights(learner)
   equal = learner.update([Group(prompt, same, 2)], measure_drift=True)
   assert equal['train/covariance_norm'] == equal['train/mean_score_norm'] == 0
-  assert equal['train/grad_norm'] == 0
+  assert (equal['train/grad_norm'], equal['train/flat']) == (0, 1)
+  for ours, theirs in zip(_weights(learner), before, strict=True):
+    np.testing.assert_array_equal(ours, theirs)
   assert 'source/two/tokens' not in equal
 
 

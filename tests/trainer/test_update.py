@@ -116,6 +116,14 @@ def total_of(trainer, params, batch) -> update.Total:
   return jax.device_get(result)
 
 
+def learnable(total: update.Total, place) -> update.Total:
+  """The sums of a batch that has an advantage: without one, no step is taken."""
+  size = total.aux[update.ADVANTAGE_SIZE]
+  return total._replace(
+    aux=total.aux | {update.ADVANTAGE_SIZE: jax.device_put(np.ones(size.shape, np.float32), place)}
+  )
+
+
 def assert_close(left, right, rtol: float = 1e-5) -> None:
   """Each leaf within `rtol` of the larger one's norm."""
   for (path, x), y in zip(
@@ -284,8 +292,9 @@ def test_a_gradient_that_is_not_finite_is_skipped(trainer, params):
   scale = total.grads['final_norm']['scale']
   total.grads['final_norm']['scale'] = jax.device_put(scale.at[0].set(np.nan), scale.sharding)
   before = jax.device_get(state)
-  one = jax.device_put(np.float32(1), sharding.replicated(trainer.mesh))
-  after, metrics = trainer.apply(state, total, one)
+  everywhere = sharding.replicated(trainer.mesh)
+  one = jax.device_put(np.float32(1), everywhere)
+  after, metrics = trainer.apply(state, learnable(total, everywhere), one)
   assert_identical(after.params, before.params)
   assert (int(after.skipped), float(metrics['skipped'])) == (1, 1.0)
 
@@ -302,6 +311,25 @@ def test_nothing_to_train_on_is_a_named_no_op(trainer, params, trajectories):
     assert (int(after.update), int(after.skipped)) == (1, 0)
     assert (float(metrics['empty']), float(metrics['skipped'])) == (1.0, 0.0)
     assert float(metrics['loss']) == 0.0
+
+
+def test_advantages_of_zero_move_nothing(trainer, params, trajectories):
+  """Decay and the moments of earlier updates would move weights where there is no gradient."""
+  state, _ = trainer.update(
+    trainer.init_state(params), pack(trajectories[:4], [bucket(4)], ADV[:4])
+  )
+  before = jax.device_get(state)
+  state, metrics = trainer.update(state, pack(trajectories[:4], [bucket(4)], np.zeros(4)))
+  after = jax.device_get(state)
+  assert_identical((before.params, before.opt_state), (after.params, after.opt_state))
+  assert (int(after.update), int(after.skipped)) == (2, 0)
+  assert [float(metrics[name]) for name in ('flat', 'empty', 'skipped')] == [1.0, 0.0, 0.0]
+  assert (float(metrics['grad_norm']), float(metrics['update_norm'])) == (0.0, 0.0)
+  # One advantage is enough, where only a token that is not trained on has another.
+  _, metrics = trainer.update(
+    state, pack(trajectories[:4], [bucket(4)], np.array([0, 1e-30, 0, 0]))
+  )
+  assert float(metrics['flat']) == 0.0
 
 
 def _numpy_adamw(params, grads, *, decay, steps):
@@ -322,8 +350,10 @@ def test_apply_is_adamw(trainer, params):
   assert norm > 2
   state, rates = trainer.init_state(params), []
   total = trainer.zero_total(state.params)
+  everywhere = sharding.replicated(trainer.mesh)
   total = total._replace(grads=jax.device_put(grads, trainer.state_shardings.params))
-  one = jax.device_put(np.float32(1), sharding.replicated(trainer.mesh))
+  total = learnable(total, everywhere)
+  one = jax.device_put(np.float32(1), everywhere)
   for _ in range(3):
     state, metrics = trainer.apply(state, total, one)
     rates.append(float(metrics['learning_rate']))
