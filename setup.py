@@ -1,8 +1,11 @@
 """Packaging. `pip install -e .` gives the loop; the extras are in EXTRAS below."""
 
 import pathlib
+import runpy
 
 import setuptools
+
+ROOT = pathlib.Path(__file__).parent
 
 # jax 0.10 to 0.12 is what the code is tried on: mesh axis types and shard_map moved before and
 # may move after. Orbax is bounded because its v1 API replaces the one we use.
@@ -50,22 +53,34 @@ EXTRAS = {
   'vllm': ['vllm>=0.30,<0.33', 'aiohttp>=3.10'],
 }
 
-# vLLM loads these in its own processes; they do nothing unless VLLM_PLUGINS names them.
 ENTRY_POINTS = {
+  'console_scripts': ['mimo = mimo.experiments.commands:main'],
+  # vLLM loads these in its own processes; they do nothing unless VLLM_PLUGINS names them.
   'vllm.general_plugins': ['mimo = mimo.samplers.vllm.plugin:general'],
   'vllm.endpoint_plugins': ['mimo = mimo.samplers.vllm.plugin:EndpointPlugin'],
 }
 
+# The wheel has the files of configs/ as mimo/configs, where `--config=mixed` finds them.
+CONFIGS = [
+  'mimo.configs',
+  *map(
+    'mimo.configs.{}'.format,
+    setuptools.find_namespace_packages('configs', exclude=['*__pycache__*']),
+  ),
+]
+
 setuptools.setup(
   name='mimo',
-  version='0.1.0',
+  version=runpy.run_path(str(ROOT / 'mimo' / '__init__.py'))['__version__'],
   description='Reinforcement learning of language models whose samplers do not match the trainer.',
-  long_description=pathlib.Path(__file__).with_name('README.md').read_text(encoding='utf-8'),
+  long_description=(ROOT / 'README.md').read_text(encoding='utf-8'),
   long_description_content_type='text/markdown',
   python_requires='>=3.11',
-  packages=setuptools.find_packages(include=['mimo', 'mimo.*']),
+  packages=[*setuptools.find_packages(include=['mimo', 'mimo.*']), *CONFIGS],
+  package_dir={'mimo.configs': 'configs'},
   package_data={
-    'mimo': ['py.typed', 'tasks/**/*.json', 'tasks/**/*.safetensors', 'tasks/**/*.txt']
+    'mimo': ['py.typed', 'tasks/**/*.json', 'tasks/**/*.safetensors', 'tasks/**/*.txt'],
+    'mimo.configs': ['**/*.json'],
   },
   install_requires=INSTALL,
   extras_require=EXTRAS,

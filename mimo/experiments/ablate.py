@@ -11,6 +11,7 @@ command goes on with a grid, or, where nothing is left to do, draws its report a
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import dataclasses
 import fcntl
@@ -26,19 +27,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from absl import flags
-from ml_collections import config_dict, config_flags
+from ml_collections import config_dict
 
 from mimo.experiments import base_policy, cli, settings
 from mimo.experiments.cells import Cell, Results, key, resolve, rows
 from mimo.experiments.train import train
-from mimo.telemetry import names, study, writers
+from mimo.telemetry import console, names, study, writers
 
 _POLL_SECS = 0.5
 _SHOWN_EVERY_SECS = 60.0
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 
-COMMAND = (sys.executable, '-m', 'mimo.experiments.ablate')
+CELL_COMMAND = (sys.executable, '-m', 'mimo.experiments.ablate')
 
 # What a run leaves that nothing reads once it is finished.
 _LARGE = ('store', 'checkpoints', 'tensorboard')
@@ -85,7 +85,7 @@ class Runner:
     results: Results,
     policy: str,
     workers: int,
-    command: Sequence[str] = COMMAND,
+    command: Sequence[str] = CELL_COMMAND,
   ) -> None:
     """Starts nothing yet.
 
@@ -206,7 +206,7 @@ def ablate(
   workdir: pathlib.Path,
   results: pathlib.Path,
   workers: int,
-  command: Sequence[str] = COMMAND,
+  command: Sequence[str] = CELL_COMMAND,
 ) -> pathlib.Path:
   """Runs what is left of a grid, and draws its report. Returns the report's path.
 
@@ -221,13 +221,13 @@ def ablate(
     policy = str(
       base_policy.make(
         workdir,
-        lambda step, value: print(f'base policy, step {step}: loss {value:.3f}', flush=True),
+        lambda step, value: console.say(f'base policy, step {step}: loss {value:.3f}'),
       )
     )
   else:
     policy = ''
   runner = Runner(workdir, kept, policy, workers, command)
-  runner.run(todo, lambda: print(table(runner.states, runner, kept), flush=True))
+  runner.run(todo, lambda: console.say(table(runner.states, runner, kept)))
   lock.close()
   points = [row for job in todo for row in kept.read(job.cell, job.key)]
   written = study.write(workdir, points) if points else None
@@ -283,40 +283,42 @@ def _run_cell(path: str) -> None:
   train(config_dict.ConfigDict(stated['config']), stated['workdir'])
 
 
-def main() -> None:
-  """Reads the flags."""
-  given = flags.FLAGS
+def define_flags(flags: cli.Flags) -> None:
+  """Defines the command's flags."""
+  flags.flag('workdir', str, 'runs/ablation', 'where runs and the report go', 'DIR')
+  flags.flag('grid', str, 'quick', 'a grid of the configuration')
+  flags.flag('results', str, 'experiments/results', 'where finished cells are kept', 'DIR')
+  flags.flag('workers', int, 0, 'cells at a time; 0: as many as there are cores')
+  flags.flag('cell', str, '', 'used by the command itself: runs one cell', 'FILE')
+
+
+def main(given: argparse.Namespace) -> None:
+  """Runs the command."""
   if given.cell:
     _run_cell(given.cell)
     return
-  cli.config_value()
-  holder = given['config']
+  experiment = cli.experiment(given)
   with cli.mistakes():
-    stated = runpy.run_path(holder.config_filename.split(':')[0])
+    stated = runpy.run_path(str(experiment.file))
     if 'GRIDS' not in stated:
-      raise ValueError(f'{holder.config_filename} defines no GRIDS; expected a file as ablation.py')
+      raise ValueError(f'{experiment.file} defines no GRIDS; expected a file as ablation.py')
     settings.one_of('--grid', given.grid, stated['GRIDS'])
   signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
     written = ablate(
       stated['get_config'],
       stated['GRIDS'][given.grid],
-      overrides=config_flags.get_override_values(holder),
+      overrides=dict(experiment.overrides),
       workdir=pathlib.Path(given.workdir).resolve(),
       results=pathlib.Path(given.results),
       workers=given.workers,
     )
   except KeyboardInterrupt:
-    print('stopped; the same command goes on from here')
-    return
-  print(f'report: {written}')
+    raise KeyboardInterrupt('stopped; the same command goes on from here') from None
+  console.say(f'report: {written}')
 
+
+COMMAND = cli.Command('ablate', __doc__, define_flags, main, takes_config=True)
 
 if __name__ == '__main__':
-  cli.define_config(None)
-  flags.DEFINE_string('workdir', 'runs/ablation', 'where runs and the report go')
-  flags.DEFINE_string('grid', 'quick', 'a grid of the configuration')
-  flags.DEFINE_string('results', 'experiments/results', 'where finished cells are kept')
-  flags.DEFINE_integer('workers', 0, 'cells at a time; 0: as many as there are cores')
-  flags.DEFINE_string('cell', '', 'used by the command itself: runs one cell')
-  cli.run(main)
+  sys.exit(cli.main(COMMAND))

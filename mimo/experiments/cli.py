@@ -1,28 +1,42 @@
-"""How a command starts and ends: flags in, one line out for a mistake.
+"""How a command starts and ends: flags in, one line out for a mistake, an exit code.
 
-A command's module calls `run(main)` and defines its flags in `define_*` functions, so importing
-it (in a notebook, in a test) defines nothing.
+A command's module defines a `Command`, so importing it (in a notebook, in a test) starts nothing.
+`mimo NAME` and `python -m mimo.experiments.NAME` both end in `run`, which never exits by itself.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import itertools
-import pathlib
-import re
+import dataclasses
+import faulthandler
+import inspect
+import json
 import sys
-from collections.abc import Callable, Iterator
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from absl import app, flags, logging
-from ml_collections import config_dict, config_flags
+from absl import logging
+
+from mimo import checks
+from mimo.experiments import configuration
+from mimo.telemetry import console
 
 USAGE_ERROR = 2  # the command line is wrong: nothing was started
 INPUT_ERROR = 1  # what the command line names is missing, corrupt or does not fit
+INTERRUPTED = 130  # Ctrl-C, as shells count it
 
 
 class Mistake(Exception):
   """A user's mistake: the message is one line that says what was got and what was expected."""
+
+  exit_code = INPUT_ERROR
+
+
+class Usage(Mistake):
+  """A mistake in the command line itself."""
+
+  exit_code = USAGE_ERROR
 
 
 @contextlib.contextmanager
@@ -35,61 +49,168 @@ def mistakes() -> Iterator[None]:
   try:
     yield
   except ValueError as error:
-    raise Mistake(' '.join(str(error).split())) from error
+    raise Mistake(str(error)) from error
   except OSError as error:
     named = f'{error.filename}: {error.strerror}' if error.filename else str(error)
     raise Mistake(f'{named}; expected a path that can be read, and written to') from error
 
 
-def define_config(default: str | None) -> None:
-  """Defines --config=FILE[:ARGUMENT] with --config.KEY=VALUE overrides."""
-  config_flags.DEFINE_config_file('config', default, 'an experiment of configs/', lock_config=True)
+class Flags(argparse.ArgumentParser):
+  """The flags of a command, of which each has one line of help."""
+
+  def flag(
+    self, name: str, kind: Callable[[str], Any], default: Any, text: str, value: str = ''
+  ) -> None:
+    """Adds --name=VALUE. The help names the default, unless that is nothing."""
+    stated = '' if default in (None, '') else f' (default {default})'
+    self.add_argument(
+      f'--{name}',
+      type=kind,
+      default=default,
+      metavar=value or {int: 'N', float: 'X'}.get(kind, 'TEXT'),  # type: ignore[call-overload]
+      help=f'{text}{stated}'.replace('%', '%%'),
+    )
+
+  def error(self, message: str) -> Any:
+    """Raises Usage where argparse would print several lines and exit."""
+    raise Usage(message)
 
 
-def config_value() -> config_dict.ConfigDict:
-  """Returns the parsed --config. Raises Mistake where it is missing."""
-  config = flags.FLAGS.config
-  if not isinstance(config, config_dict.ConfigDict):
-    raise Mistake('--config is missing; expected a file such as --config=configs/mixed.py')
-  return config
+@dataclasses.dataclass(frozen=True)
+class Command:
+  """A command of `mimo`.
+
+  Attributes:
+    name: as it is typed, after `mimo`.
+    doc: what it does; help shows it whole.
+    define_flags: adds its flags.
+    main: does it. Returns the exit code, None for 0. Raises Mistake.
+    takes_config: it has --config, overrides of it, and --print_config.
+    check: does what of `main` needs no device and writes nothing, for --dry_run; returns a line.
+  """
+
+  name: str
+  doc: str
+  define_flags: Callable[[Flags], None]
+  main: Callable[[argparse.Namespace], int | None]
+  takes_config: bool = False
+  check: Callable[[argparse.Namespace], str] | None = None
+
+  def flags(self) -> Flags:
+    """Returns the parser of its flags."""
+    flags = Flags(
+      prog=f'mimo {self.name}',
+      description=inspect.cleandoc(self.doc),
+      formatter_class=argparse.RawDescriptionHelpFormatter,
+      add_help=False,
+      allow_abbrev=False,
+    )
+    if self.takes_config:
+      flags.flag('config', str, None, 'the experiment: its name, or a file', 'NAME[:ARGUMENT]')
+    self.define_flags(flags)
+    if self.takes_config:
+      flags.add_argument(
+        '--print_config', action='store_true', help='print the resolved configuration, and stop'
+      )
+    if self.check is not None:
+      flags.add_argument(
+        '--dry_run', action='store_true', help='check what needs no device, write nothing, and stop'
+      )
+    flags.add_argument('--help', '-h', action='store_true', help='print this, and stop')
+    return flags
 
 
-def _parse(argv: list[str]) -> list[str]:
-  """Parses flags; any mistake becomes one line and exit code 2."""
+def experiment(given: argparse.Namespace) -> configuration.Stated:
+  """Returns the configuration that --config and its overrides state. Raises Usage."""
   try:
-    for argument, following in itertools.zip_longest(argv[1:], argv[2:], fillvalue=''):
-      if argument.startswith('--config=') or argument == '--config':
-        path = (argument.removeprefix('--config=') if '=' in argument else following).split(':')[0]
-        if not pathlib.Path(path).is_file():
-          raise Mistake(f'--config: no file {path!r}; expected one such as configs/mixed.py')
-    return flags.FLAGS(argv)
-  except flags.Error as error:
-    message = str(error)
-  except SyntaxError as error:
-    message = f'--config: {error.filename}, line {error.lineno}: {error.msg}'
-  except (ImportError, AttributeError, KeyError, TypeError, ValueError, Mistake) as error:
-    message = str(error.args[0] if error.args else error)
-  # ml_collections puts the key and its suggestion on two lines.
-  message = re.sub(r"^'?\\?'(\w+)\\?'(\\n|\n)(.*?)'?$", r'--config has no key \1. \3', message)
-  _end(message, USAGE_ERROR)
+    return configuration.read(given.config, given.overrides)
+  except ValueError as error:
+    raise Usage(str(error)) from error
 
 
-def _end(message: str, code: int) -> NoReturn:
-  line = ' '.join(message.replace('\\n', ' ').split())
-  print(f'{pathlib.Path(sys.argv[0]).stem}: {line}', file=sys.stderr)
-  sys.exit(code)
+def required(given: argparse.Namespace, **expected: str) -> None:
+  """Raises Usage for the first flag that is missing, of `name='what is expected'`."""
+  for name, what in expected.items():
+    if not getattr(given, name):
+      raise Usage(f'--{name} is missing; expected {what}')
 
 
-def run(main: Callable[[], None]) -> None:
-  """Parses flags, runs `main`; a Mistake ends in one line on stderr and exit code 1 or 2."""
+def main(command: Command) -> int:
+  """Runs a command in a process of its own and returns the exit code."""
+  prepare_process()
+  return run(command, sys.argv[1:])
 
-  def guarded(argv: list[str]) -> None:
-    if len(argv) > 1:
-      _end(f'got the argument {argv[1]!r}; expected only flags', USAGE_ERROR)
-    logging.set_verbosity(logging.ERROR)
-    try:
-      main()
-    except Mistake as mistake:
-      _end(str(mistake), INPUT_ERROR)
 
-  app.run(guarded, flags_parser=_parse)
+def prepare_process() -> None:
+  """Sets up what belongs to the whole process: its standard streams, and what libraries log."""
+  console.open_missing()
+  logging.use_absl_handler()
+  logging.set_verbosity(logging.ERROR)
+  with contextlib.suppress(OSError, ValueError):  # a standard error that is no file
+    faulthandler.enable()
+
+
+def run(command: Command, argv: Sequence[str]) -> int:
+  """Runs a command and returns its exit code.
+
+  A Mistake and Ctrl-C end in one line on standard error. Other exceptions pass, with their
+  traceback.
+  """
+  with ending(f'mimo {command.name}') as end:
+    end.code = _run(command, argv)
+  return end.code
+
+
+@dataclasses.dataclass
+class End:
+  """How a command ended."""
+
+  code: int = 0
+
+
+@contextlib.contextmanager
+def ending(prefix: str) -> Iterator[End]:
+  """Renders a mistake, and Ctrl-C, as one line on standard error, and sets the exit code."""
+  end = End()
+  try:
+    yield end
+  except Mistake as mistake:
+    end.code = mistake.exit_code
+    message = str(mistake)
+  except KeyboardInterrupt as interrupt:
+    end.code = INTERRUPTED
+    message = str(interrupt) or 'interrupted'
+  else:
+    message = ''
+  if message:
+    console.line(f'{prefix}: {" ".join(message.split())}', sys.stderr)
+  console.Screen(sys.stdout).flush()
+
+
+def _run(command: Command, argv: Sequence[str]) -> int:
+  flags = command.flags()
+  try:
+    overrides, rest = configuration.split_overrides(argv if command.takes_config else ())
+  except ValueError as error:
+    raise Usage(str(error)) from error
+  given, unknown = flags.parse_known_args(rest if command.takes_config else argv)
+  if given.help:
+    console.say(flags.format_help().rstrip())
+    return 0
+  if unknown:
+    raise Usage(_unknown(unknown[0], sorted(vars(given))))
+  given.overrides = overrides
+  if command.takes_config and given.print_config:
+    console.say(json.dumps(experiment(given).config.to_dict(), indent=2))
+    return 0
+  if command.check is not None and given.dry_run:
+    console.say(command.check(given))
+    return 0
+  return command.main(given) or 0
+
+
+def _unknown(argument: str, known: Sequence[str]) -> str:
+  if not argument.startswith('-'):
+    return f'got the argument {argument!r}; expected only flags'
+  name = argument.lstrip('-').split('=')[0]
+  return f'there is no flag --{name}{checks.nearest(name, known)}'

@@ -113,6 +113,6 @@ def pool(
   return config
 
 
-def default_workdir(config_file: str) -> str:
+def default_workdir(config_file: pathlib.Path) -> str:
   """Returns runs/<name of the config>: where a run goes when --workdir is not given."""
-  return str(pathlib.Path('runs') / pathlib.Path(config_file.split(':')[0]).stem)
+  return str(pathlib.Path('runs') / config_file.stem)

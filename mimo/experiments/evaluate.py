@@ -9,18 +9,20 @@ Hugging Face directory of plain weights. Of the configuration only the task and 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import json
 import pathlib
+import sys
 import tempfile
 
-from absl import flags
 from ml_collections import config_dict
 
 from mimo.evaluation.evaluate import EvalResult, full_vocabulary
 from mimo.experiments import cli, factories, settings
 from mimo.tasks.base import Task
+from mimo.telemetry import console
 from mimo.telemetry.progress import evaluation_line
 from mimo.weights.publication import Publisher, Snapshot
 from mimo.weights.store import FileStore
@@ -52,12 +54,10 @@ async def evaluate(policy: factories.Policy, task: Task, *, samples: int, seed: 
 
 
 def _plan(
-  config: config_dict.ConfigDict, checkpoint: str | None, samples: int, out: str | None
+  config: config_dict.ConfigDict, checkpoint: str, samples: int, out: str | None
 ) -> tuple[factories.Policy, Task]:
   """Reads what the flags name. Raises ValueError or OSError."""
   settings.check(config)
-  if not checkpoint:
-    raise ValueError('--checkpoint is missing; expected an Orbax or Hugging Face checkpoint')
   if out and pathlib.Path(out).is_dir():
     raise ValueError(f'--out: {out} is a directory; expected a file')
   if samples < 1:
@@ -73,10 +73,17 @@ def _plan(
   return policy, task
 
 
-def main() -> None:
-  """Reads the flags."""
-  given = flags.FLAGS
-  config = cli.config_value()
+def define_flags(flags: cli.Flags) -> None:
+  """Defines the command's flags."""
+  flags.flag('checkpoint', str, None, 'an Orbax checkpoint or a Hugging Face directory', 'DIR')
+  flags.flag('samples', int, 8, 'per held-out task')
+  flags.flag('out', str, None, 'a JSON file for every reward', 'FILE')
+
+
+def main(given: argparse.Namespace) -> None:
+  """Runs the command."""
+  config = cli.experiment(given).config
+  cli.required(given, checkpoint='an Orbax or Hugging Face checkpoint')
   with cli.mistakes():
     policy, task = _plan(config, given.checkpoint, given.samples, given.out)
   result = asyncio.run(
@@ -87,14 +94,12 @@ def main() -> None:
       seed=config.seed,
     )
   )
-  print(evaluation_line(given.checkpoint, result.summary()))
   if given.out:
     pathlib.Path(given.out).write_text(json.dumps(result.to_json()) + '\n', encoding='utf-8')
+  console.say(evaluation_line(given.checkpoint, result.summary()))
 
+
+COMMAND = cli.Command('evaluate', __doc__, define_flags, main, takes_config=True)
 
 if __name__ == '__main__':
-  cli.define_config(None)
-  flags.DEFINE_string('checkpoint', None, 'an Orbax checkpoint or a Hugging Face directory')
-  flags.DEFINE_integer('samples', 8, 'per held-out task')
-  flags.DEFINE_string('out', None, 'a JSON file for every reward')
-  cli.run(main)
+  sys.exit(cli.main(COMMAND))

@@ -13,12 +13,14 @@ multi-token prediction) is copied as it is.
 
 from __future__ import annotations
 
+import argparse
 import pathlib
+import sys
 
 import ml_dtypes
-from absl import flags
 
 from mimo.experiments import cli, factories
+from mimo.telemetry import console
 from mimo.weights import formats
 from mimo.weights.checkpoints import open_policy
 from mimo.weights.views import ViewSpec, write_view
@@ -47,13 +49,20 @@ def export(
   )
 
 
-def main() -> None:
-  """Reads the flags."""
-  given = flags.FLAGS
+def define_flags(flags: cli.Flags) -> None:
+  """Defines the command's flags."""
+  flags.flag('checkpoint', str, None, 'an Orbax checkpoint or a Hugging Face directory', 'DIR')
+  flags.flag('precision', str, None, 'bf16, fp8 (fp8_block) or nvfp4 (nvfp4_w4a16)')
+  flags.flag('format', str, None, 'any format by name, in place of --precision')
+  flags.flag('out', str, None, 'the directory to write; new or empty', 'DIR')
+  flags.flag('block_scale', str, 'amax', 'nvfp4 block scales: amax or four_over_six')
+  flags.flag('task', str, 'repair', 'whose prompts calibrate nvfp4_w4a4')
+
+
+def main(given: argparse.Namespace) -> None:
+  """Runs the command."""
+  cli.required(given, checkpoint='a directory', out='a directory')
   with cli.mistakes():
-    for name in ('checkpoint', 'out'):
-      if not given[name].value:
-        raise ValueError(f'--{name} is missing; expected a directory')
     weight_format = formats.resolve_format(precision=given.precision, format=given.format)
     export(
       given.checkpoint,
@@ -62,14 +71,10 @@ def main() -> None:
       block_scale=given.block_scale,
       task_name=given.task,
     )
-  print(f'{weight_format}: {given.out}')
+  console.say(f'{weight_format}: {given.out}')
 
+
+COMMAND = cli.Command('export', __doc__, define_flags, main)
 
 if __name__ == '__main__':
-  flags.DEFINE_string('checkpoint', None, 'an Orbax checkpoint or a Hugging Face directory')
-  flags.DEFINE_string('precision', None, 'bf16, fp8 (fp8_block) or nvfp4 (nvfp4_w4a16)')
-  flags.DEFINE_string('format', None, 'any format by name, in place of --precision')
-  flags.DEFINE_string('out', None, 'the directory to write; new or empty')
-  flags.DEFINE_string('block_scale', 'amax', 'nvfp4 block scales: amax or four_over_six')
-  flags.DEFINE_string('task', 'repair', 'whose prompts calibrate nvfp4_w4a4')
-  cli.run(main)
+  sys.exit(cli.main(COMMAND))

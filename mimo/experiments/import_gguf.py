@@ -8,14 +8,16 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import pathlib
+import sys
 
 import ml_dtypes
-from absl import flags
 
 from mimo.experiments import cli
 from mimo.models.table import from_named_tensors
+from mimo.telemetry import console
 from mimo.weights import gguf, huggingface
 
 
@@ -48,26 +50,25 @@ def import_gguf(path: pathlib.Path, out: pathlib.Path) -> None:
   huggingface.write_model(out, file.config, params, tokenizer_files)
 
 
-def define_flags() -> None:
+def define_flags(flags: cli.Flags) -> None:
   """Defines the command's flags."""
-  flags.DEFINE_string('gguf', '', 'the GGUF file')
-  flags.DEFINE_string('package', '', 'an installed package that carries the GGUF file')
-  flags.DEFINE_string('out', '', 'the directory to make')
+  flags.flag('gguf', str, '', 'the GGUF file', 'FILE')
+  flags.flag('package', str, '', 'an installed package that carries the GGUF file', 'NAME')
+  flags.flag('out', str, '', 'the directory to make', 'DIR')
 
 
-def main() -> None:
+def main(given: argparse.Namespace) -> None:
   """Runs the command."""
-  values = flags.FLAGS
+  if bool(given.gguf) == bool(given.package):
+    raise cli.Usage('expected one of --gguf=FILE and --package=NAME')
+  cli.required(given, out='the directory to make')
   with cli.mistakes():
-    if bool(values.gguf) == bool(values.package):
-      raise ValueError('expected one of --gguf=FILE and --package=NAME')
-    if not values.out:
-      raise ValueError('--out is missing; expected the directory to make')
-    path = pathlib.Path(values.gguf) if values.gguf else find_in_package(values.package)
-    import_gguf(path, pathlib.Path(values.out))
-  print(f'wrote {values.out}')
+    path = pathlib.Path(given.gguf) if given.gguf else find_in_package(given.package)
+    import_gguf(path, pathlib.Path(given.out))
+  console.say(f'wrote {given.out}')
 
+
+COMMAND = cli.Command('import-gguf', __doc__, define_flags, main)
 
 if __name__ == '__main__':
-  define_flags()
-  cli.run(main)
+  sys.exit(cli.main(COMMAND))

@@ -10,25 +10,30 @@ copied beside it, and `mimo.experiments.export` puts it back.
 
 from __future__ import annotations
 
-from absl import flags
+import argparse
+import sys
 
 from mimo.experiments import cli
+from mimo.telemetry import console
 from mimo.weights import huggingface
 from mimo.weights.checkpoints import write_policy
 
 
-def main() -> None:
-  """Reads the flags."""
-  given = flags.FLAGS
-  with cli.mistakes():
-    for name in ('checkpoint', 'out'):
-      if not given[name].value:
-        raise ValueError(f'--{name} is missing; expected a directory')
-    write_policy(given.out, huggingface.open_model(given.checkpoint))
-  print(f'wrote {given.out}')
+def define_flags(flags: cli.Flags) -> None:
+  """Defines the command's flags."""
+  flags.flag('checkpoint', str, None, 'a Hugging Face directory of plain weights', 'DIR')
+  flags.flag('out', str, None, 'the directory to make', 'DIR')
 
+
+def main(given: argparse.Namespace) -> None:
+  """Runs the command."""
+  cli.required(given, checkpoint='a directory', out='a directory')
+  with cli.mistakes():
+    write_policy(given.out, huggingface.open_model(given.checkpoint))
+  console.say(f'wrote {given.out}')
+
+
+COMMAND = cli.Command('import-hf', __doc__, define_flags, main)
 
 if __name__ == '__main__':
-  flags.DEFINE_string('checkpoint', None, 'a Hugging Face directory of plain weights')
-  flags.DEFINE_string('out', None, 'the directory to make')
-  cli.run(main)
+  sys.exit(cli.main(COMMAND))

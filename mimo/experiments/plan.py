@@ -1,7 +1,7 @@
 r"""Says what an update takes of each device's memory, before there is a device.
 
     python -m mimo.experiments.plan --config=configs/qwen3_6_35b_a3b/mixed.py \
-        [--model=CONFIG.JSON] [--variants=keep,remat,...] [--compile=remat,...] [--limit_gib=180]
+        [--model=CONFIG.JSON] [--compile=remat,...] [--limit_gib=180]
 
 Prints an analytic table, counted from shapes, for each variant of what the backward pass needs:
 
@@ -17,22 +17,24 @@ offloaded to the host as its own memory, so its temporary memory is an upper bou
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
 import pathlib
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import flags
 from ml_collections import config_dict
 
 from mimo.experiments import cli, factories, settings
 from mimo.models.config import ModelConfig
+from mimo.telemetry import console
 from mimo.trainer import memory, sharding
 from mimo.trainer.packing import empty_micro_batch
 from mimo.trainer.update import Trainer
@@ -65,14 +67,16 @@ class Compiled(NamedTuple):
   largest: tuple[tuple[int, str, str], ...]
 
 
-def read_model(config: config_dict.ConfigDict, config_file: str, stated: str) -> ModelConfig:
+def read_model(
+  config: config_dict.ConfigDict, config_file: pathlib.Path, stated: str
+) -> ModelConfig:
   """Returns the model of the config.json stated, else the policy's, else that beside the config.
 
   Raises ValueError where there is none.
   """
   places = [pathlib.Path(stated)]
   if not stated:
-    places = [pathlib.Path(config_file.split(':')[0]).parent / 'config.json']
+    places = [config_file.parent / 'config.json']
     if config.policy:
       places.insert(0, pathlib.Path(config.policy) / 'config.json')
   for place in places:
@@ -157,8 +161,8 @@ def largest_arrays(text: str, count: int) -> tuple[tuple[int, str, str], ...]:
 
 def print_analytic(plans: Mapping[str, memory.Plan], limit_gib: float) -> None:
   """Prints one Markdown table: GiB of a device, by variant."""
-  print(f'| GiB per device | {" | ".join(plans)} |')
-  print('|---|' + '---|' * len(plans))
+  console.say(f'| GiB per device | {" | ".join(plans)} |')
+  console.say('|---|' + '---|' * len(plans))
   names = dict.fromkeys(line.name for plan in plans.values() for line in (*plan.state, *plan.step))
   for name in names:
     cells = []
@@ -166,13 +170,13 @@ def print_analytic(plans: Mapping[str, memory.Plan], limit_gib: float) -> None:
       lines = [line for line in (*plan.state, *plan.step) if line.name == name]
       device, host = sum(x.device for x in lines), sum(x.host for x in lines)
       cells.append(f'{device / _GIB:.2f}' + (f' (host {host / _GIB:.2f})' if host else ''))
-    print(f'| {name} | {" | ".join(cells)} |')
+    console.say(f'| {name} | {" | ".join(cells)} |')
   totals = [f'**{plan.device / _GIB:.1f}**' for plan in plans.values()]
-  print(f'| at the peak | {" | ".join(totals)} |')
+  console.say(f'| at the peak | {" | ".join(totals)} |')
   hosts = [f'{plan.host / _GIB:.1f}' for plan in plans.values()]
-  print(f'| on the host | {" | ".join(hosts)} |')
+  console.say(f'| on the host | {" | ".join(hosts)} |')
   fits = ['yes' if plan.device <= limit_gib * _GIB else 'no' for plan in plans.values()]
-  print(f'| within {limit_gib:g} | {" | ".join(fits)} |')
+  console.say(f'| within {limit_gib:g} | {" | ".join(fits)} |')
 
 
 def print_compiled(name: str, trainer: Trainer, micro: Any) -> None:
@@ -181,23 +185,25 @@ def print_compiled(name: str, trainer: Trainer, micro: Any) -> None:
   for program, got in compile_update(trainer, micro):
     sizes = (got.beside, got.arguments, got.results, got.temporary, sum(got[:4]))
     cells = ' | '.join(f'{size / _GIB:.2f}' for size in sizes)
-    print(f'| {name} | {program} | {cells} |', flush=True)
+    console.say(f'| {name} | {program} | {cells} |')
     for size, shape, what in got.largest if program == 'micro_step' else ():
-      print(f'| | {shape} of {what} | | | | {size / _GIB:.2f} | |')
-  print(f'| | compiled in {time.perf_counter() - begin:.0f} s | | | | | |')
+      console.say(f'| | {shape} of {what} | | | | {size / _GIB:.2f} | |')
+  console.say(f'| | compiled in {time.perf_counter() - begin:.0f} s | | | | | |')
 
 
 def _chosen(flag: str, text: str) -> list[str]:
   return [settings.one_of(flag, name, VARIANTS) for name in filter(None, text.split(','))]
 
 
-def plan(config: config_dict.ConfigDict, model: ModelConfig, compiled: list[str]) -> None:
+def plan(
+  config: config_dict.ConfigDict, model: ModelConfig, compiled: list[str], limit_gib: float
+) -> None:
   """Prints the plan of a configuration."""
   sizes = settings.mesh_sizes(config.trainer.mesh)
   options = factories.make_trainer_config(config)
   (bucket,) = factories.make_buckets(config)
   total, active = memory.parameter_count(model), memory.active_parameter_count(model)
-  print(
+  console.say(
     f'{model.family}: {total / 1e9:.2f} B parameters, {active / 1e9:.2f} B of them for a token; '
     f'mesh {config.trainer.mesh or "of one device"}; micro-batches of {bucket.rows} rows of '
     f'{bucket.tokens} tokens, {bucket.trained} of them trained; {options.compute_dtype}\n'
@@ -213,34 +219,40 @@ def plan(config: config_dict.ConfigDict, model: ModelConfig, compiled: list[str]
     )
     for name, changes in VARIANTS.items()
   }
-  print_analytic(plans, flags.FLAGS.limit_gib)
+  print_analytic(plans, limit_gib)
   if not compiled:
     return
-  print(f'\nCompiled for {jax.device_count()} simulated {jax.default_backend()} devices:\n')
-  print('| variant | program | beside it | arguments | results | temporary | in all |')
-  print('|---|---|---|---|---|---|---|')
+  console.say(f'\nCompiled for {jax.device_count()} simulated {jax.default_backend()} devices:\n')
+  console.say('| variant | program | beside it | arguments | results | temporary | in all |')
+  console.say('|---|---|---|---|---|---|---|')
   for name in compiled:
     trainer = make_trainer(config, model, VARIANTS[name])
     print_compiled(name, trainer, empty_micro_batch(bucket, count, trainer.routes))
 
 
-def main() -> None:
-  """Reads the flags."""
+def define_flags(flags: cli.Flags) -> None:
+  """Defines the command's flags."""
+  flags.flag('model', str, '', "a model's config.json; else the policy's", 'FILE')
+  flags.flag('compile', str, ','.join(VARIANTS), "variants to compile, '' for none")
+  flags.flag('limit_gib', float, 180.0, 'memory of a device')
+
+
+def main(given: argparse.Namespace) -> None:
+  """Runs the command."""
+  stated = cli.experiment(given)
+  config = stated.config
   with cli.mistakes():
-    config = cli.config_value()
     settings.check(config)
-    compiled = _chosen('--compile', flags.FLAGS.compile)
+    compiled = _chosen('--compile', given.compile)
     # Before anything asks for a device.
     jax.config.update('jax_platforms', 'cpu')
     devices = math.prod(settings.mesh_sizes(config.trainer.mesh).values())
     jax.config.update('jax_num_cpu_devices', devices)
-    model = read_model(config, flags.FLAGS['config'].config_filename, flags.FLAGS.model)
-    plan(config, model, compiled)
+    model = read_model(config, stated.file, given.model)
+    plan(config, model, compiled, given.limit_gib)
 
+
+COMMAND = cli.Command('plan', __doc__, define_flags, main, takes_config=True)
 
 if __name__ == '__main__':
-  cli.define_config(None)
-  flags.DEFINE_string('model', '', "a model's config.json; else the policy's")
-  flags.DEFINE_string('compile', ','.join(VARIANTS), "variants to compile, '' for none")
-  flags.DEFINE_float('limit_gib', 180.0, 'memory of a device')
-  cli.run(main)
+  sys.exit(cli.main(COMMAND))

@@ -15,12 +15,14 @@ decoder instead, of any family, such as one with experts.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 import functools
 import json
 import pathlib
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +30,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import flags
 
 from mimo.experiments import cli, evaluate
 from mimo.experiments.factories import Policy
@@ -37,6 +38,7 @@ from mimo.models.config import ModelConfig, RopeConfig
 from mimo.tasks.repair import RepairTask, demonstrations, problems, vocabulary
 from mimo.tasks.repair import task as repair_task
 from mimo.tasks.repair.demonstrations import Habits
+from mimo.telemetry import console
 from mimo.telemetry.progress import evaluation_line
 from mimo.weights.huggingface import write_model
 
@@ -206,10 +208,8 @@ def least_solved(ids: Sequence[str], rewards: np.ndarray) -> list[str]:
   return sorted(ids[index] for index in order[: len(ids) // _HARD_SHARE])
 
 
-def _check(out: str | None, hard_samples: int) -> pathlib.Path:
+def _check(out: str, hard_samples: int) -> pathlib.Path:
   """Raises ValueError before any work is done."""
-  if not out:
-    raise ValueError('--out is missing; expected a new or empty directory')
   path = pathlib.Path(out)
   if path.exists() and not (path.is_dir() and not any(path.iterdir())):
     raise ValueError(f'--out: {path} exists and is not empty; expected a new or empty directory')
@@ -234,16 +234,24 @@ def read_decoder(path: str) -> ModelConfig:
   return model
 
 
-def main() -> None:
-  """Reads the flags."""
-  given = flags.FLAGS
+def define_flags(flags: cli.Flags) -> None:
+  """Defines the command's flags."""
+  flags.flag('out', str, None, 'a new directory for the policy', 'DIR')
+  flags.flag('hard_samples', int, 0, 'samples a task for the list of hard tasks; 0 for none')
+  flags.flag('seed', int, 0, 'of the parameters and the demonstrations')
+  flags.flag('model', str, '', 'the config.json of another decoder; else the shipped one', 'FILE')
+
+
+def main(given: argparse.Namespace) -> None:
+  """Runs the command."""
+  cli.required(given, out='a new or empty directory')
   with cli.mistakes():
     out = _check(given.out, given.hard_samples)
     model = read_decoder(given.model) if given.model else MODEL
   params = teach(
     RECIPE,
     given.seed,
-    lambda step, value: print(f'step {step}: loss {value:.4f}', flush=True),
+    lambda step, value: console.say(f'step {step}: loss {value:.4f}'),
     model,
   )
   write_model(out, model, params, vocabulary.tokenizer_files())
@@ -257,14 +265,12 @@ def main() -> None:
         seed=HARD_SEED,
       )
     )
-    print(evaluation_line(str(out), result.summary()))
     names = least_solved(result.task_ids, result.rewards)
     (out / repair_task.HARD_FILE.name).write_text('\n'.join(names) + '\n', encoding='utf-8')
+    console.say(evaluation_line(str(out), result.summary()))
 
+
+COMMAND = cli.Command('pretrain', __doc__, define_flags, main)
 
 if __name__ == '__main__':
-  flags.DEFINE_string('out', None, 'a new directory for the policy')
-  flags.DEFINE_integer('hard_samples', 0, 'samples a task for the list of hard tasks; 0 for none')
-  flags.DEFINE_integer('seed', 0, 'of the parameters and the demonstrations')
-  flags.DEFINE_string('model', '', 'the config.json of another decoder; empty for the shipped one')
-  cli.run(main)
+  sys.exit(cli.main(COMMAND))

@@ -14,19 +14,21 @@ where HOST is that of process 0 (or the configuration's section `distributed`).
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import pathlib
 import signal
+import sys
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from absl import flags
 from ml_collections import config_dict
 
 from mimo.experiments import cli, defaults, hosts
 from mimo.experiments.prepare import follow, plan
 from mimo.experiments.run import Run
 from mimo.experiments.workdir import Workdir
+from mimo.telemetry import console
 
 _T = TypeVar('_T')
 
@@ -104,18 +106,21 @@ def train(config: config_dict.ConfigDict, workdir: str) -> None:
   asyncio.run(_train(run))
   written = run.write_report()
   if written is not None:
-    print(f'report: {written}')
+    console.say(f'report: {written}')
 
 
-def main() -> None:
-  """Reads the flags."""
-  config = cli.config_value()
-  train(
-    config, flags.FLAGS.workdir or defaults.default_workdir(flags.FLAGS['config'].config_filename)
-  )
+def define_flags(flags: cli.Flags) -> None:
+  """Defines the command's flags."""
+  flags.flag('workdir', str, None, 'where the run lives; runs/<config> when not given', 'DIR')
 
+
+def main(given: argparse.Namespace) -> None:
+  """Runs the command."""
+  stated = cli.experiment(given)
+  train(stated.config, given.workdir or defaults.default_workdir(stated.file))
+
+
+COMMAND = cli.Command('train', __doc__, define_flags, main, takes_config=True)
 
 if __name__ == '__main__':
-  cli.define_config(None)
-  flags.DEFINE_string('workdir', None, 'where the run lives; runs/<config> when not given')
-  cli.run(main)
+  sys.exit(cli.main(COMMAND))

@@ -12,7 +12,7 @@ from typing import TextIO
 
 import tqdm
 
-from mimo.telemetry import names
+from mimo.telemetry import console, names
 
 
 class Progress:
@@ -20,13 +20,13 @@ class Progress:
 
   def __init__(self, total: int, *, done: int, stream: TextIO | None) -> None:
     """Shows a bar at `done` of `total` updates on `stream` (None: standard output)."""
-    self._stream = sys.stdout if stream is None else stream
+    self._screen = console.Screen(sys.stdout if stream is None else stream)
     self._total = total
     self._bar = (
       tqdm.tqdm(
-        total=total, initial=done, unit='update', file=self._stream, dynamic_ncols=True, leave=False
+        total=total, initial=done, unit='update', file=self._screen, dynamic_ncols=True, leave=False
       )
-      if self._stream.isatty()
+      if self._screen.isatty()
       else None
     )
 
@@ -39,9 +39,10 @@ class Progress:
   def note(self, text: str) -> None:
     """Writes a line of its own."""
     if self._bar is None:
-      print(text, file=self._stream, flush=True)
+      self._screen.write(f'{text}\n')
+      self._screen.flush()
     else:
-      self._bar.write(text, file=self._stream)
+      self._bar.write(text, file=self._screen)
 
   def close(self) -> None:
     """Takes the bar away. May be called twice."""

@@ -2,11 +2,13 @@
 
 import pathlib
 import runpy
+import subprocess
 
 import jax
 import pytest
 from ml_collections import config_dict
 
+from mimo.experiments import cli
 from mimo.models import decoder
 from mimo.models.config import ModelConfig
 from mimo.tasks.repair import vocabulary
@@ -41,6 +43,17 @@ def tiny_policy(tmp_path_factory) -> str:
   params = decoder.init(config, jax.random.key(0))
   write_model(directory, config, params, vocabulary.tokenizer_files())
   return str(directory)
+
+
+@pytest.fixture
+def run_command(capsys):
+  """Runs a command in this process: (command, its flags) -> exit code, stdout and stderr."""
+
+  def run(command: cli.Command, *flags: str) -> subprocess.CompletedProcess[str]:
+    code = cli.run(command, flags)
+    return subprocess.CompletedProcess(flags, code, *capsys.readouterr())
+
+  return run
 
 
 def load_config(name: str, *argument: str) -> config_dict.ConfigDict:

@@ -149,21 +149,14 @@ def test_a_stopped_grid_lets_its_cells_save(tmp_path):
   assert outs[0].read_text() == 'saved'
 
 
-def test_the_command_names_its_mistakes(tmp_path):
-  def say(*arguments):
-    done = subprocess.run(
-      [sys.executable, '-m', 'mimo.experiments.ablate', *arguments],
-      capture_output=True,
-      text=True,
-      cwd=_ROOT,
-    )
+def test_the_command_names_its_mistakes(tmp_path, run_command):
+  def say(*flags):
+    done = run_command(ablate.COMMAND, *flags, f'--workdir={tmp_path}')
     assert done.returncode and done.stderr.count('\n') == 1
     return done.stderr
 
-  assert "did you mean 'quick'" in say(
-    '--config=configs/ablation.py', '--grid=quik', f'--workdir={tmp_path}'
-  )
-  assert 'no GRIDS' in say('--config=configs/mixed.py', f'--workdir={tmp_path}')
+  assert "did you mean 'quick'" in say('--config=ablation', '--grid=quik')
+  assert 'no GRIDS' in say('--config=mixed')
 
 
 def test_jobs_come_seed_by_seed():

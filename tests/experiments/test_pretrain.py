@@ -2,8 +2,6 @@ import functools
 import json
 import pathlib
 import random
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -92,7 +90,6 @@ def test_what_is_written_is_read_back(tmp_path: pathlib.Path):
 @pytest.mark.parametrize(
   ('flags', 'message'),
   [
-    ([], '--out is missing'),
     (['--out={full}'], 'not empty'),
     (['--out={full}/a/b'], 'no directory'),
     (['--out={full}/a', '--hard_samples=-1'], '--hard_samples is -1'),
@@ -102,7 +99,7 @@ def test_mistakes_end_in_one_line(tmp_path: pathlib.Path, flags: list[str], mess
   (tmp_path / 'file').touch()
   with pytest.raises(ValueError, match=message):
     given = dict(flag.format(full=tmp_path).removeprefix('--').split('=') for flag in flags)
-    pretrain._check(given.get('out'), int(given.get('hard_samples', 0)))
+    pretrain._check(given['out'], int(given.get('hard_samples', 0)))
 
 
 def test_another_decoder(tmp_path: pathlib.Path):
@@ -127,14 +124,10 @@ def test_another_decoder(tmp_path: pathlib.Path):
     pretrain.read_decoder(str(tmp_path / 'nowhere'))
 
 
-def test_the_command_names_a_mistake(tmp_path: pathlib.Path):
+def test_the_command_names_a_mistake(tmp_path: pathlib.Path, run_command):
   (tmp_path / 'file').touch()
-  done = subprocess.run(
-    [sys.executable, '-m', 'mimo.experiments.pretrain', f'--out={tmp_path}'],
-    capture_output=True,
-    text=True,
-    check=False,
-  )
+  assert run_command(pretrain.COMMAND).returncode == 2
+  done = run_command(pretrain.COMMAND, f'--out={tmp_path}')
   assert done.returncode == 1
   assert done.stderr.count('\n') == 1
   assert 'not empty' in done.stderr
