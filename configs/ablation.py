@@ -5,11 +5,10 @@ Runs:      a grid of cells `fleet/arm/staleness`, each with several seeds, on `r
            by the native samplers at the version that a fleet of these speeds would serve, so that
            staleness is a result. Prices are list prices, throughputs are stated and not measured.
 Takes:     2 to 3 minutes of one core a run, and 1.5 for the base policy; see docs/study.md.
-Command:   python -m mimo.experiments.ablate --config=configs/ablation.py --workdir=runs/ablation \
-               --grid=quick
+Command:   mimo ablate --config=ablation --workdir=runs/ablation --grid=quick
 Grids:     quick (a part of the main comparison, one seed), main (five seeds), more (further arms,
            staleness near 0 and 16, nvfp4 alone), all; search (see docs/study.md)
-One cell:  python -m mimo.experiments.train --config=configs/ablation.py:mixed/grpo/near16 \
+One cell:  mimo train --config=ablation:mixed/grpo/near16 \
                --config.policy=runs/ablation/policy-<digest>
 """
 

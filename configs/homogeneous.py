@@ -5,8 +5,8 @@ Runs:      configs/mixed.py with its three pools replaced by one of the same ses
 Expected:  held-out pass@1 from 0.49 to 0.67 (seed 0), within the spread of configs/mixed.py:
            at this scale and rate the fleets do not separate, nor does the arm grpo (0.68).
 Takes:     as configs/mixed.py.
-Command:   python -m mimo.experiments.train --config=configs/homogeneous.py
-Arms:      configs/homogeneous.py:grpo and so on
+Command:   mimo train --config=homogeneous
+Arms:      homogeneous:grpo and so on
 """
 
 from ml_collections import config_dict

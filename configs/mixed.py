@@ -7,8 +7,8 @@ Runs:      a 0.75M-parameter policy on `repair`, 60 updates of 16 prompts x 8 sa
 Expected:  held-out pass@1 from 0.49 to about 0.68 (5 seeds: gains of 0.16 to 0.22); sampler-trainer
            KL of about 2e-3 nats a token, most of it staleness of 3 updates, largest for nvfp4.
 Takes:     1.5 minutes on 2 cores, 1.3 GiB of memory, 30 MB of disk in the work directory.
-Command:   python -m mimo.experiments.train --config=configs/mixed.py
-Arms:      configs/mixed.py:grpo (tis, mis, sc, sc_tis, sc_mis, each also with _topp)
+Command:   mimo train --config=mixed
+Arms:      mixed:grpo (tis, mis, sc, sc_tis, sc_mis, each also with _topp)
 """
 
 from ml_collections import config_dict

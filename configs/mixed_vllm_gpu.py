@@ -7,8 +7,8 @@ Runs:      configs/mixed.py with a vLLM server per pool: bf16, fp8 with 128 x 12
            it: CuTe-DSL on SM100 and SM103, Marlin elsewhere. The trainer of a policy this small
            stays on the cores, so that the servers have the GPUs to themselves.
 Before:    pip install -e '.[vllm]'
-Command:   JAX_PLATFORMS=cpu python -m mimo.experiments.train --config=configs/mixed_vllm_gpu.py
-Arms:      configs/mixed_vllm_gpu.py:grpo and so on
+Command:   JAX_PLATFORMS=cpu mimo train --config=mixed_vllm_gpu
+Arms:      mixed_vllm_gpu:grpo and so on
 """
 
 from ml_collections import config_dict

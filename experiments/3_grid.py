@@ -2,9 +2,9 @@
 """
 # The grid's results, redrawn
 
-`python -m mimo.experiments.ablate --config=configs/ablation.py` runs a grid of fleets, arms and
-seeds and keeps each finished cell as CSV in `experiments/results`. This notebook loads whatever
-cells there are and draws them again, in seconds: nothing is run.
+`mimo ablate --config=ablation` runs a grid of fleets, arms and seeds and keeps each finished cell
+as CSV in `experiments/results`. This notebook loads whatever cells there are and draws them again, in
+seconds: nothing is run.
 """
 
 # %%
@@ -48,7 +48,7 @@ for kind, files in found.items():
 if not points:
   print(
     f'{lesson.RESULTS} holds no finished cell, so there is nothing to draw. To make some:\n'
-    '  python -m mimo.experiments.ablate --config=configs/ablation.py --grid=quick'
+    '  mimo ablate --config=ablation --grid=quick'
   )
 
 # %% [markdown]

@@ -2,7 +2,7 @@
 
 Runs:      configs/qwen3_6_35b_a3b/mixed.py with its pools replaced by one of B200, bf16 weights and
            a bf16 cache.
-Memory:    python -m mimo.experiments.plan --config=configs/qwen3_6_35b_a3b/homogeneous.py
+Memory:    mimo plan --config=qwen3_6_35b_a3b/homogeneous
 Command:   as configs/qwen3_6_35b_a3b/mixed.py. It has never been run at this size.
 """
 

@@ -8,11 +8,11 @@ Runs:      32 trainer devices of 180 GiB on 4 hosts; 500 updates of 128 prompts 
            here yet.
 Before:    a Hugging Face directory of the model at runs/qwen3_6_35b_a3b-hf; config.json beside this
            file holds the sizes of its text model, for the memory plan.
-Memory:    python -m mimo.experiments.plan --config=configs/qwen3_6_35b_a3b/mixed.py
+Memory:    mimo plan --config=qwen3_6_35b_a3b/mixed
            (docs/models.md has its tables: what mesh, remat and offload were chosen from)
 Command:   on each of the 4 hosts, with a work directory that all of them see:
            MIMO_COORDINATOR=HOST:PORT MIMO_PROCESS=I \\
-           python -m mimo.experiments.train --config=configs/qwen3_6_35b_a3b/mixed.py --workdir=DIR
+           mimo train --config=qwen3_6_35b_a3b/mixed --workdir=DIR
            It has never been run at this size.
 """
 

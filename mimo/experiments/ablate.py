@@ -1,6 +1,6 @@
 r"""Runs a grid of cells (fleet, arm, staleness, seed) and draws its report.
 
-    python -m mimo.experiments.ablate --config=configs/ablation.py --workdir=DIR \
+    mimo ablate --config=ablation --workdir=DIR \
         [--grid=quick|main|more|all|search] [--config.updates=N ...] [--results=DIR] [--workers=N]
 
 As many cells run at a time as there are cores, each in a process on a core of its own. A finished

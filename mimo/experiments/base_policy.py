@@ -1,8 +1,9 @@
-r"""The small base policy of the study: made once by supervised steps, and shared by all its runs.
+r"""Makes the small base policy of the study by supervised steps; all its runs share it.
 
-    python -m mimo.experiments.base_policy --out=DIR [--octaves=1.75]
+    mimo base-policy --out=DIR [--octaves=1.75]
 
-makes it by itself, with channels as unlike as is asked: 0 leaves them as they were learned.
+`--octaves` says how unlike channels are: 0 leaves them as they were learned. `ablate` makes the
+policy of its runs by itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks an installation of vLLM for use as a sampler, and changes nothing.
 
-    python -m mimo.experiments.check_vllm
+    mimo check-vllm
 
 Prints one line per check. Exits with 1 where something is missing, and says what to do about it.
 """

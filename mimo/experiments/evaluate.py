@@ -1,6 +1,6 @@
 r"""Evaluates a checkpoint: in BF16, over the full vocabulary, unbiased pass@k on held-out tasks.
 
-    python -m mimo.experiments.evaluate --config=configs/mixed.py --checkpoint=DIR \
+    mimo evaluate --config=mixed --checkpoint=DIR \
         [--samples=8] [--out=FILE]
 
 `--checkpoint` is an Orbax checkpoint (a step, a directory of steps, a run's work directory) or a

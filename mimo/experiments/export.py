@@ -1,6 +1,6 @@
 r"""Turns a checkpoint into weights that a server loads, in any format.
 
-    python -m mimo.experiments.export --checkpoint=DIR --precision=bf16|fp8|nvfp4 --out=DIR
+    mimo export --checkpoint=DIR --precision=bf16|fp8|nvfp4 --out=DIR
 
 `--checkpoint` is an Orbax checkpoint (a step, a directory of steps, a run's work directory) or a
 Hugging Face directory of plain weights. `--format` names a layout that `--precision` does not:

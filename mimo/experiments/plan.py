@@ -1,7 +1,7 @@
 r"""Says what an update takes of each device's memory, before there is a device.
 
-    python -m mimo.experiments.plan --config=configs/qwen3_6_35b_a3b/mixed.py \
-        [--model=CONFIG.JSON] [--compile=remat,...] [--limit_gib=180]
+    mimo plan --config=qwen3_6_35b_a3b/mixed [--model=CONFIG.JSON] [--compile=remat,...]
+        [--limit_gib=180]
 
 Prints an analytic table, counted from shapes, for each variant of what the backward pass needs:
 

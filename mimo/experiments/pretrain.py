@@ -1,6 +1,6 @@
 r"""Makes the base policy of `repair` again: supervised steps on scripted demonstrations.
 
-    python -m mimo.experiments.pretrain --out=DIR [--hard_samples=64] [--seed=0]
+    mimo pretrain --out=DIR [--hard_samples=64] [--seed=0]
 
 DIR is then a Hugging Face directory, and with `--hard_samples` it also holds hard.txt: the quarter
 of the held-out tasks that the policy solves least. Both are what mimo/tasks/repair/policy ships.

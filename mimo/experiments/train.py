@@ -1,6 +1,6 @@
 r"""Trains a policy from samplers that do not match it.
 
-    python -m mimo.experiments.train --config=configs/mixed.py[:arm] --workdir=DIR \
+    mimo train --config=mixed[:arm] --workdir=DIR \
         [--config.updates=N ...]
 
 The same command again goes on from the last complete checkpoint. SIGTERM saves and leaves.

@@ -23,7 +23,7 @@ class VirtualOptions:
 
   Attributes:
     update_secs: from a batch to the weights that come of it, in virtual seconds.
-    publication_secs: from the end of an update until replicas serve its weights, in virtual seconds.
+    publication_secs: from an update's end until replicas serve its weights, in virtual seconds.
     answer_secs: an environment's answer to a turn that another follows, in virtual seconds.
     session_tokens_per_sec: what one session draws, however few there are, per virtual second.
     turn_tokens: tokens drawn in a turn; with a pool's turns_per_hour, what a replica draws in all.
