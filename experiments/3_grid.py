@@ -3,8 +3,8 @@
 # The grid's results, redrawn
 
 `mimo ablate --config=ablation` runs a grid of fleets, arms and seeds and keeps each finished cell
-as CSV in `experiments/results`. This notebook loads whatever cells there are and draws them again, in
-seconds: nothing is run.
+as CSV in `experiments/results`. This notebook loads whatever cells there are and draws them again,
+in seconds: nothing is run.
 """
 
 # %%
