@@ -42,7 +42,6 @@ _DOORS = frozenset(
     # They read views, never the trainer's arrays.
     ('mimo.samplers.native', 'mimo.weights.views'),
     ('mimo.samplers.following', 'mimo.weights.views'),
-    ('mimo.samplers.stepped', 'mimo.weights.views'),
   }
 )
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from mimo import keys
 from mimo.evaluation.evaluate import sample_key
-from mimo.rollouts.keys import session_key
 
 _WORD = st.integers(0, 2**32 - 1)
 
@@ -64,17 +63,14 @@ def test_zeros_at_the_end_count():
 @hypothesis.given(_WORD, _WORD, _WORD)
 def test_an_evaluation_never_draws_with_a_key_of_training(seed, first, second):
   """Before, key (seed, problem, sample) was key (seed, update, group, member 0) of training."""
-  training = session_key(seed=seed, group=first, member=second).tolist()
+  training = keys.key('session', seed, first, second).tolist()
   assert sample_key(seed, first, second).tolist() != training
-  assert (
-    sample_key(seed, first, second).tolist()
-    != session_key(seed=seed, group=second, member=0).tolist()
-  )
+  assert sample_key(seed, first, second).tolist() != keys.key('session', seed, second, 0).tolist()
 
 
 def test_keys_of_one_purpose_differ():
   numbers = itertools.product(range(3), range(60), range(8))
-  found = {tuple(session_key(seed=s, group=g, member=m).tolist()) for s, g, m in numbers}
+  found = {tuple(keys.key('session', s, g, m).tolist()) for s, g, m in numbers}
   assert len(found) == 3 * 60 * 8
 
 

@@ -40,7 +40,7 @@ def base(arm: str) -> config_dict.ConfigDict:
         'buffered_batches': 2,
         'max_staleness_updates': config_dict.placeholder(int),  # no bound
         'lag_updates': 1,  # lockstep only
-        'episode_timeout_secs': 600.0,  # the first episodes wait for compilation; not simulated
+        'episode_timeout_secs': 600.0,  # of the run's clock; the first ones wait for compilation
         'virtual': {  # simulated only; a pool's speed is its turns_per_hour
           'update_secs': 60.0,
           'publication_secs': 30.0,  # from the end of an update until replicas serve its weights

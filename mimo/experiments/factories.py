@@ -18,14 +18,16 @@ from mimo import fleet, objectives
 from mimo.evaluation import evaluate as evaluation
 from mimo.experiments import servers, settings
 from mimo.models.config import ModelConfig
-from mimo.rollouts.asynchronous import AsyncLimits
-from mimo.rollouts.base import RolloutSettings
+from mimo.rollouts.base import RolloutOptions, RolloutSettings, VirtualOptions
 from mimo.rollouts.session import EpisodeSpec, run_episode
 from mimo.samplers.base import PinnableSampler, Sampler
 from mimo.samplers.engine import EngineSettings
+from mimo.samplers.following import ViewFeed
 from mimo.samplers.native import NativeSampler
+from mimo.samplers.pace import DelayedFeed, PoolSpeed
 from mimo.tasks import arithmetic, repair
 from mimo.tasks.base import Task
+from mimo.tasks.slow import slow
 from mimo.trainer.packing import Bucket
 from mimo.trainer.sharding import make_mesh
 from mimo.trainer.state import TrainerConfig
@@ -44,6 +46,12 @@ EVALUATION_VIEW = 'bf16'
 
 _CALIBRATION_PROMPTS = 64
 _EVALUATION_SESSIONS = 64
+
+# On a virtual clock a replica takes up new weights, and turns that have come in, every so many
+# tokens of a turn.
+_VIRTUAL_STEP_TOKENS = 4
+
+_SECS_PER_HOUR = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,20 +263,35 @@ def make_samplers(
   model: ModelConfig,
   *,
   sampling: SamplingParams,
+  virtual: VirtualOptions | None,
   max_tokens: int,
   directory: pathlib.Path,
   executor: Executor | None,
-) -> tuple[PinnableSampler, ...]:
-  """Returns one sampler per pool, not yet started. Servers keep their logs in `directory`."""
+) -> tuple[tuple[PinnableSampler, ...], tuple[DelayedFeed, ...]]:
+  """Returns one sampler per pool, not yet started, and the feeds that want to be told of versions.
+
+  Servers keep their logs in `directory`. On a virtual clock each pool's sampler is as fast as the
+  pool is said to be, and hears of a version when it is announced; else it looks for itself.
+  """
+  feeds: list[DelayedFeed] = []
 
   def native(pool: fleet.Pool) -> NativeSampler:
+    feed: ViewFeed = ViewFollower(store, pool.format)
+    settings = make_engine_settings(config, pool, max_tokens)
+    pace = None
+    if virtual is not None:
+      feed = DelayedFeed(feed, virtual.publication_secs)
+      feeds.append(feed)
+      settings = dataclasses.replace(settings, decode_steps=_VIRTUAL_STEP_TOKENS)
+      pace = make_pace(pool, virtual)
     return NativeSampler(
-      ViewFollower(store, pool.format),
+      feed,
       source=pool.source,
       config=model,
-      settings=make_engine_settings(config, pool, max_tokens),
+      settings=settings,
       emulate_activations=config.emulate_activations,
       executor=executor,
+      pace=pace,
     )
 
   served = {pool.name for pool in pools if config.pools[pool.name].server == 'vllm'}
@@ -281,7 +304,22 @@ def make_samplers(
     routes=config.trainer.replay_routes,
     pools=[pool for pool in pools if pool.name in served],
   )
-  return tuple(machine.sampler(pool) if pool.name in served else native(pool) for pool in pools)
+  samplers = [machine.sampler(pool) if pool.name in served else native(pool) for pool in pools]
+  return tuple(samplers), tuple(feeds)
+
+
+def make_sampled_task(task: Task, virtual: VirtualOptions | None) -> Task:
+  """Returns the task that a run samples; on a virtual clock its environment takes its time."""
+  return task if virtual is None else slow(task, virtual.answer_secs)
+
+
+def make_pace(pool: fleet.Pool, virtual: VirtualOptions) -> PoolSpeed:
+  """Returns how fast a pool is: one replica serves the turns an hour that it is priced by."""
+  assert pool.turns_per_hour is not None, 'settings.check lets no such pool pass'
+  return PoolSpeed(
+    session_tokens_per_sec=virtual.session_tokens_per_sec,
+    replica_tokens_per_sec=pool.turns_per_hour * virtual.turn_tokens / _SECS_PER_HOUR,
+  )
 
 
 def make_evaluator(
@@ -299,15 +337,6 @@ def make_evaluator(
   )
 
 
-def make_limits(config: config_dict.ConfigDict) -> AsyncLimits:
-  """Returns how far sampling may run ahead of training."""
-  return AsyncLimits(
-    in_flight_batches=config.rollouts.in_flight_batches,
-    buffered_batches=config.rollouts.buffered_batches,
-    max_staleness_updates=config.rollouts.max_staleness_updates,
-  )
-
-
 def check_extras(config: config_dict.ConfigDict) -> None:
   """Raises ValueError naming the extra that the configuration needs and that is not installed."""
   if config.wandb_project and importlib.util.find_spec('wandb') is None:
@@ -318,19 +347,12 @@ def check_extras(config: config_dict.ConfigDict) -> None:
 
 
 def make_rollout_settings(
-  config: config_dict.ConfigDict, sampling: SamplingParams, incarnation: int
+  config: config_dict.ConfigDict, sampling: SamplingParams
 ) -> RolloutSettings:
-  """Returns what every way of sampling needs to know."""
-  simulated = config.rollouts.schedule == 'simulated'
-  return RolloutSettings(
-    groups=config.rollouts.prompts_per_update,
-    members=config.rollouts.group_size,
-    sampling=sampling,
-    seed=config.seed,
-    incarnation=incarnation,
-    split='train',
-    wall_clock_secs=None if simulated else config.rollouts.episode_timeout_secs,
-  )
+  """Returns what a source needs to know, for the first start of a run."""
+  stated = config.rollouts.to_dict()
+  options = RolloutOptions(**stated | {'virtual': VirtualOptions(**stated['virtual'])})
+  return RolloutSettings(options=options, sampling=sampling, seed=config.seed, incarnation=0)
 
 
 async def run_for_evaluation(

@@ -12,8 +12,8 @@ from ml_collections import config_dict
 from mimo import fleet
 from mimo.experiments import factories, hosts, settings
 from mimo.experiments.learner import Learner
-from mimo.rollouts.asynchronous import AsyncLimits
 from mimo.rollouts.base import RolloutSettings
+from mimo.rollouts.schedules import Schedule, schedule_of
 from mimo.tasks.base import Task
 from mimo.trainer.drift import Drift
 from mimo.types import SamplingParams
@@ -33,8 +33,8 @@ class Plan:
   pools: tuple[fleet.Pool, ...]
   sampling: SamplingParams
   views: dict[str, ViewSpec]
-  limits: AsyncLimits
   rollouts: RolloutSettings
+  schedule: Schedule
   learner_of: Callable[[Any], Learner]
   abstract_state: Any
   init_state: Callable[[Any], Any]
@@ -63,6 +63,7 @@ def plan(config: config_dict.ConfigDict) -> Plan:
       f'trainer.row_trained_tokens is {config.trainer.row_trained_tokens}; expected at least '
       f'{task.max_sampled_tokens}, the most that {task.name} lets a policy draw'
     )
+  rollouts = factories.make_rollout_settings(config, sampling)
   trainer = factories.make_trainer(config, policy.model, arm, len(pools))
   peers = hosts.Peers()
 
@@ -85,8 +86,8 @@ def plan(config: config_dict.ConfigDict) -> Plan:
     pools=pools,
     sampling=sampling,
     views=factories.make_views(config, pools, policy, task),
-    limits=factories.make_limits(config),
-    rollouts=factories.make_rollout_settings(config, sampling, 0),
+    rollouts=rollouts,
+    schedule=schedule_of(rollouts.options),
     learner_of=learner_of,
     abstract_state=trainer.abstract_state(),
     init_state=trainer.init_state,

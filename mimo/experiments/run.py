@@ -5,24 +5,20 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import math
 import pathlib
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from mimo import fleet, keys
 from mimo.evaluation import evaluate as evaluation
-from mimo.experiments import factories, hosts, records, servers, virtual
+from mimo.experiments import factories, hosts, records, servers
 from mimo.experiments.prepare import Plan, start
 from mimo.experiments.workdir import Workdir
-from mimo.rollouts.asynchronous import AsyncRollouts
-from mimo.rollouts.base import Batch, RolloutSource
-from mimo.rollouts.lockstep import LockstepRollouts
-from mimo.rollouts.simulated import SimulatedRollouts, needed_update
+from mimo.rollouts.base import Batch
+from mimo.rollouts.source import RolloutSource
 from mimo.rollouts.versions import live_updates
 from mimo.samplers.base import PinnableSampler, check_contract
-from mimo.samplers.stepped import NativeSteppedSampler
+from mimo.samplers.pace import DelayedFeed
 from mimo.telemetry import metrics, names, report, writers
 from mimo.telemetry.ledger import Ledger
 from mimo.telemetry.progress import Progress, evaluation_line
@@ -34,6 +30,10 @@ from mimo.weights.store import FileStore
 
 # Publications that stay in the store: a replica may be this far behind while it loads.
 _KEPT_VERSIONS = 4
+
+# On a virtual clock, all that is due when an update ends happens before its weights are published:
+# nothing then depends on what the loop does in between, such as an evaluation.
+_SETTLE_SECS = 1e-6
 
 _T = TypeVar('_T')
 
@@ -56,7 +56,6 @@ class Run:
 
   def _set_up(self, step: int | None) -> None:
     plan, workdir, config = self.plan, self.workdir, self.plan.config
-    self._schedule = config.rollouts.schedule
     self.start = step or 0
     workdir.begin(self.start)
     self.store = FileStore(workdir.path / 'store')
@@ -72,11 +71,14 @@ class Run:
     known = self._follower.versions()
     self._update_of = live_updates(known, workdir.starts)
     self._version_of = {v.update: v for v in known if v.number in self._update_of}
+    self._first = plan.schedule.first_update(self.start)
+    for update in range(self._first, self.start):
+      if update not in self._version_of:
+        raise ValueError(
+          f'the store holds no publication of update {update}; expected every one from '
+          f'{self._first} to {self.start}: what led to here is drawn again'
+        )
     self._saved = self.start
-    # By checkpoint: the oldest update whose views a run needs that goes on from it.
-    self._needed: dict[int, float] = {}
-    if step is not None:
-      self._needed[step] = needed_update(self._meta['rollouts'])
     self.ledger = Ledger([pool.name for pool in plan.pools])
     if self._meta['ledger'] is not None:
       self.ledger.restore(self._meta['ledger'])
@@ -85,47 +87,49 @@ class Run:
     self.progress = Progress(config.updates, done=self.start, stream=None)
     # One worker for every native sampler and one for the update; else there are no threads.
     self._sampling, self._updating = (
-      concurrent.futures.ThreadPoolExecutor(1, name) if self._schedule == 'async' else None
+      concurrent.futures.ThreadPoolExecutor(1, name) if plan.schedule.threads else None
       for name in ('sampler', 'update')
     )
     self.samplers: tuple[PinnableSampler, ...] = ()
-    self.stepped: tuple[NativeSteppedSampler, ...] = ()
+    self._feeds: tuple[DelayedFeed, ...] = ()
     self.rollouts: RolloutSource | None = None
     self._evaluator: PinnableSampler | None = None
-    self._booked_at = time.monotonic()
+    self._booked_at = 0.0
 
   async def open(self) -> None:
     """Publishes the weights, starts the samplers and makes the rollouts ready."""
     plan = self.plan
     await self.publish(self.start)
     model = plan.policy.model
-    if self._schedule == 'simulated':
-      self.stepped = virtual.make_samplers(
-        plan.config, plan.pools, self.store, model, max_tokens=plan.task.max_tokens
-      )
-    else:
-      self.samplers = factories.make_samplers(
-        plan.config,
-        plan.pools,
-        self.store,
-        model,
-        sampling=plan.sampling,
-        max_tokens=plan.task.max_tokens,
-        directory=self.workdir.path / 'servers',
-        executor=self._sampling,
-      )
+    self.samplers, self._feeds = factories.make_samplers(
+      plan.config,
+      plan.pools,
+      self.store,
+      model,
+      sampling=plan.sampling,
+      virtual=plan.schedule.virtual,
+      max_tokens=plan.task.max_tokens,
+      directory=self.workdir.path / 'servers',
+      executor=self._sampling,
+    )
+    for feed in self._feeds:
+      feed.arrive(self._version_of[self._first])
     self._evaluator = factories.make_evaluator(
       self.store,
       model,
       max_tokens=plan.task.max_tokens,
       executor=self._sampling,
     )
-    contracts = [s.contract for s in (*self.samplers, self._evaluator)]
-    for contract in (*contracts, *(s.contract for s in self.stepped)):
-      check_contract(contract, logits_dtype=LOGITS_DTYPE, vocab_size=model.vocab_size)
-    self._booked_at = time.monotonic()
+    for sampler in (*self.samplers, self._evaluator):
+      check_contract(sampler.contract, logits_dtype=LOGITS_DTYPE, vocab_size=model.vocab_size)
+    self._booked_at = asyncio.get_running_loop().time()
     await asyncio.gather(*(sampler.start() for sampler in (*self.samplers, self._evaluator)))
     self.rollouts = self._make_rollouts()
+    for update in range(self._first, self.start):
+      await self.rollouts.batch(update)  # which was trained on before this start
+      await self._elapse()
+      self._announce(self._version_of[update + 1])
+      self._booked_at = asyncio.get_running_loop().time()
 
   async def publish(self, update: int) -> Version:
     """Publishes the policy as it is now, and deletes what nothing can need any more."""
@@ -137,24 +141,25 @@ class Run:
     self._update_of[version.number] = update
     self._version_of[update] = version
     await self.in_update_worker(self._retire)
+    self._announce(version)
     return version
 
   def _retire(self) -> None:
     """Keeps the newest publications, and what is sampled from yet or by a run that is resumed."""
     known = self._follower.versions()
     kept = {version.number for version in known[-_KEPT_VERSIONS:]}
-    oldest = self._oldest_update()
+    oldest = self._saved - self.plan.schedule.kept_updates
     kept |= {version.number for version in known if version.update >= oldest}
     self._publisher.retain(kept)
 
-  def _oldest_update(self) -> float:
-    """Returns the oldest update whose weights may be asked for again, if any may."""
-    if self._schedule == 'lockstep':
-      return self._saved - self.plan.config.rollouts.lag_updates
-    needed = [self._needed[self._saved]] if self._saved in self._needed else []
-    if isinstance(self.rollouts, SimulatedRollouts):
-      needed.append(self.rollouts.oldest_update())
-    return min(needed, default=math.inf)
+  def _announce(self, version: Version) -> None:
+    """Has the version arrive at the replicas that do not look for themselves."""
+    for feed in self._feeds:
+      feed.announce(version)
+
+  async def _elapse(self) -> None:
+    """Waits for as long as an update takes, beyond what it took."""
+    await asyncio.sleep(self.plan.schedule.update_secs + _SETTLE_SECS)
 
   async def batch(self, update: int) -> Batch:
     """Waits for the batch that `update` updates are followed by."""
@@ -165,9 +170,11 @@ class Run:
     """Learns from a batch. Returns the scalars of the update."""
     every = self.plan.config.drift_every_updates
     measure = every > 0 and batch.update % every == 0
-    return await self.in_update_worker(
+    scalars = await self.in_update_worker(
       lambda: self.learner.update(batch.groups, measure_drift=measure)
     )
+    await self._elapse()
+    return scalars
 
   async def evaluate(self, update: int) -> None:
     """Evaluates the published BF16 view of `update`, and says and writes what it found."""
@@ -198,7 +205,7 @@ class Run:
     stats = batch.stats
     of_batch, histograms = metrics.batch_metrics(batch.groups, batch.staleness)
     of_sampling, more = metrics.rollout_metrics(dataclasses.asdict(stats))
-    costs = self._book(stats.turns(), stats.secs)
+    costs = self._book(stats.turns())
     for error in stats.errors:
       self.progress.note(f'lost: {error}')
     speed = {names.SAMPLER_SPEED: stats.sampled_tokens_per_sec}
@@ -209,15 +216,11 @@ class Run:
     self.writer.flush()
     self.progress.update(step, scalars)
 
-  def _book(self, turns: dict[str, int], secs: float) -> dict[str, float]:
-    """Books turns, and the time that replicas were held since the last booking.
-
-    What is simulated holds them for the virtual `secs` since the last batch.
-    """
+  def _book(self, turns: dict[str, int]) -> dict[str, float]:
+    """Books turns, and the time that replicas were held since the last booking."""
     pools = self.plan.pools
-    now = time.monotonic()
-    elapsed = secs if self._schedule == 'simulated' else now - self._booked_at
-    held = {pool.name: elapsed * pool.replicas for pool in pools}
+    now = asyncio.get_running_loop().time()
+    held = {pool.name: (now - self._booked_at) * pool.replicas for pool in pools}
     self._booked_at = now
     return self.ledger.add(
       turns=turns,
@@ -238,7 +241,6 @@ class Run:
     }
     self.learner.before_save(update)
     self._checkpoints.save(update, self.learner.state, meta)
-    self._needed[update] = needed_update(meta['rollouts'])
     # The save before this one is complete: `save` waited for it.
     complete = self._checkpoints.latest()
     self._saved = self._saved if complete is None else complete
@@ -280,53 +282,16 @@ class Run:
     return await asyncio.get_running_loop().run_in_executor(self._updating, work)
 
   def _make_rollouts(self) -> RolloutSource:
-    config = self.plan.config
-    options = dataclasses.replace(self.plan.rollouts, incarnation=self.workdir.incarnation)
-    state = self._meta['rollouts']
-    if self._schedule == 'simulated':
-      return SimulatedRollouts(
-        self.plan.task,
-        self.stepped,
-        options,
-        limits=self.plan.limits,
-        speeds=virtual.make_speeds(config, self.plan.pools),
-        times=virtual.make_times(config),
-        activate=self._activate,
-        update_of=self._update_of,
-        state=state,
-      )
-    if self._schedule == 'lockstep':
-      return LockstepRollouts(
-        self.plan.task,
-        self.samplers,
-        options,
-        lag=config.rollouts.lag_updates,
-        pin=self._pin,
-        state=state,
-      )
-    return AsyncRollouts(
-      self.plan.task,
+    schedule = self.plan.schedule
+    return RolloutSource(
+      factories.make_sampled_task(self.plan.task, schedule.virtual),
       self.samplers,
-      options,
-      limits=self.plan.limits,
+      dataclasses.replace(self.plan.rollouts, incarnation=self.workdir.incarnation),
+      pacing=schedule.pacing,
       update_of=self._update_of,
-      state=state,
+      version_of=self._version_of,
+      state=None if schedule.redraws else self._meta['rollouts'],
     )
-
-  def _activate(self, replica: int, update: int) -> None:
-    """Makes one simulated replica serve the weights of `update`."""
-    if update not in self._version_of:
-      raise ValueError(f'the store holds no publication of update {update}')
-    self.stepped[replica].activate(self._version_of[update])
-
-  async def _pin(self, update: int) -> int:
-    """Makes every sampler serve the weights of `update`. Returns their publication number."""
-    version = self._follower.find(update, self.workdir.starts)
-    if version is None:
-      raise ValueError(f'the store holds no publication of update {update}')
-    for sampler in self.samplers:
-      await sampler.pin(version)
-    return version.number
 
 
 def _evaluation_seed(seed: int, update: int) -> int:

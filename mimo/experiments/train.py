@@ -103,7 +103,8 @@ def train(config: config_dict.ConfigDict, workdir: str) -> None:
       planned.peers.tell(hosts.STOP)
       raise
     run = Run(planned, directory)
-  asyncio.run(_train(run))
+  with asyncio.Runner(loop_factory=planned.schedule.loop) as runner:
+    runner.run(_train(run))
   written = run.write_report()
   if written is not None:
     console.say(f'report: {written}')

@@ -1,33 +1,32 @@
-"""From prompts to batches: episodes, groups, and the three ways of sampling them."""
+"""From prompts to batches: episodes, groups, and one source of batches on whatever clock."""
 
-from mimo.rollouts.asynchronous import AsyncLimits, AsyncRollouts
 from mimo.rollouts.base import (
   Batch,
+  Pacing,
   PoolStats,
   RolloutError,
+  RolloutOptions,
   RolloutSettings,
-  RolloutSource,
   RolloutStats,
   StaleRange,
+  VirtualOptions,
 )
-from mimo.rollouts.lockstep import LockstepRollouts
-from mimo.rollouts.simulated import SimulatedRollouts
+from mimo.rollouts.schedules import Schedule, schedule_of
+from mimo.rollouts.source import RolloutSource
 from mimo.rollouts.versions import live_updates
-from mimo.rollouts.virtual import PoolSpeed, VirtualTimes
 
 __all__ = [
-  'AsyncLimits',
-  'AsyncRollouts',
   'Batch',
-  'LockstepRollouts',
-  'PoolSpeed',
+  'Pacing',
   'PoolStats',
   'RolloutError',
+  'RolloutOptions',
   'RolloutSettings',
   'RolloutSource',
   'RolloutStats',
-  'SimulatedRollouts',
+  'Schedule',
   'StaleRange',
-  'VirtualTimes',
+  'VirtualOptions',
   'live_updates',
+  'schedule_of',
 ]

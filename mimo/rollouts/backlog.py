@@ -6,10 +6,9 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from mimo.rollouts import versions
-from mimo.rollouts.base import RolloutError, RolloutSettings, StaleRange
+from mimo.rollouts.base import Pacing, RolloutError, RolloutSettings, StaleRange
 from mimo.rollouts.cursor import Cursor
 from mimo.rollouts.groups import MIN_MEMBERS
 from mimo.rollouts.tally import Tally
@@ -17,33 +16,6 @@ from mimo.types import Group, PromptRef, Trajectory
 
 Ranges = tuple[StaleRange, ...]
 Fit = tuple[Group, list[Ranges]]  # a group, and one entry per trajectory of it
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AsyncLimits:
-  """How far sampling may run ahead of training.
-
-  Attributes:
-    in_flight_batches: groups being sampled, in batches.
-    buffered_batches: groups sampled and not yet trained on, in batches. What ends when the buffer
-      is full stays in flight, in the way of new groups.
-    max_staleness_updates: trajectories with a staler token are dropped and counted as they would
-      be trained on; None drops none.
-  """
-
-  in_flight_batches: float = 1.3
-  buffered_batches: float = 2.0
-  max_staleness_updates: int | None = None
-
-  def __post_init__(self) -> None:
-    if not 0.0 < self.in_flight_batches < math.inf:
-      raise ValueError(f'in_flight_batches is {self.in_flight_batches}; expected a number > 0')
-    if not 1.0 <= self.buffered_batches < math.inf:
-      raise ValueError(f'buffered_batches is {self.buffered_batches}; expected a number >= 1')
-    if self.max_staleness_updates is not None and self.max_staleness_updates < 0:
-      raise ValueError(
-        f'max_staleness_updates is {self.max_staleness_updates}; expected a number >= 0 or None'
-      )
 
 
 class Backlog:
@@ -55,7 +27,7 @@ class Backlog:
   def __init__(
     self,
     settings: RolloutSettings,
-    limits: AsyncLimits,
+    pacing: Pacing,
     *,
     cursor: Cursor,
     tally: Tally,
@@ -65,19 +37,18 @@ class Backlog:
 
     Args:
       settings: of groups.
-      limits: of back-pressure.
+      pacing: of back-pressure.
       cursor: where prompts come from.
       tally: counts what is dropped.
       update_of: publication number -> updates applied to its weights, of this run's history.
     """
-    groups = settings.groups
-    self._groups = groups
+    groups = self._groups = settings.options.prompts_per_update
     self._cursor = cursor
     self._tally = tally
-    self.update_of = update_of
-    self._max_staleness = limits.max_staleness_updates
-    self._max_in_flight = max(1, math.floor(limits.in_flight_batches * groups))
-    self._max_buffered = math.floor(limits.buffered_batches * groups)
+    self._update_of = update_of
+    self._max_staleness = settings.options.max_staleness_updates
+    self._max_in_flight = max(1, math.floor(pacing.in_flight * groups))
+    self._max_buffered = math.floor(pacing.buffered * groups)
     self._running = 0
     self._ended: collections.deque[Group] = collections.deque()
     self._fitted = 0  # the first of them that were found fit, and wait for the rest of a batch
@@ -143,22 +114,11 @@ class Backlog:
     self._fitted += len(ready)
     return None
 
-  def state(self) -> dict[str, Any]:
-    """Returns a JSON object; groups are named by number, the ended ones in their order."""
-    return {
-      'ended': [group.prompt.group for group in self._ended],
-      'fitted': self._fitted,
-      'dropped_in_a_row': self._dropped_in_a_row,
-      'why_dropped': dict(self._why_dropped),
-    }
-
-  def restore(self, state: Mapping[str, Any]) -> None:
-    """Orders the groups that ended as they were, and goes on counting."""
-    place = {group: index for index, group in enumerate(state['ended'])}
-    self._ended = collections.deque(sorted(self._ended, key=lambda g: place[g.prompt.group]))
-    self._fitted = int(state['fitted'])
-    self._dropped_in_a_row = int(state['dropped_in_a_row'])
-    self._why_dropped = collections.Counter(state['why_dropped'])
+  def restart(self) -> None:
+    """Forgets what is under way; its prompts are the next to be started."""
+    self._running = self._fitted = 0
+    self._ended.clear()
+    self._cursor.requeue()
 
   def _drop(self, group: Group) -> None:
     """Counts a group that is not trained on."""
@@ -178,10 +138,10 @@ class Backlog:
     parts: list[Ranges] = []
     for trajectory in group.trajectories:
       pool = trajectory.source.pool
-      ranges = versions.stale_ranges(trajectory, update, self.update_of)
+      ranges = versions.stale_ranges(trajectory, update, self._update_of)
       if ranges is None:
         self._tally.count('trajectories_abandoned')
-        unknown = set(trajectory.versions().tolist()) - set(self.update_of)
+        unknown = set(trajectory.versions().tolist()) - set(self._update_of)
         self._why_dropped[
           f'pool {pool}: drawn under publication {max(unknown)}, which is abandoned or unknown'
         ] += 1

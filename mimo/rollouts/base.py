@@ -1,10 +1,10 @@
-"""The rollout port: where a training loop gets its batches, and what a batch says of itself."""
+"""The rollout port: how a run samples, and what a batch says of itself."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from mimo import checks
 from mimo.types import EpisodeEnd, FinishReason, Group, SamplingParams, Trajectory
@@ -87,42 +87,53 @@ class RolloutOptions:
     checks.whole('retries', self.retries, least=0)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RolloutSettings:
-  """What every way of sampling needs to know.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Pacing:
+  """How sampling keeps step with training; see `mimo.rollouts.source.RolloutSource`.
 
   Attributes:
-    groups: groups in a batch, one prompt each.
-    members: samples asked for per prompt.
-    sampling: how tokens are drawn.
-    seed: of the prompt order and the session keys.
-    incarnation: which start of the run this is, from 0.
-    split: the task's split that prompts come from.
-    wall_clock_secs: how long an episode may take once it has a place at a sampler; None is no
-      bound.
-    retries: how often a member whose attempt was lost is tried again.
+    in_flight: groups being sampled at a time, in batches.
+    buffered: groups that ended and wait to be trained on, in batches.
+    pin_lag: None samples beside training, by whatever weights the samplers follow; n samples while
+      a batch is awaited, by the weights of n updates before it.
   """
 
-  groups: int
-  members: int
+  in_flight: float
+  buffered: float
+  pin_lag: int | None
+
+  def __post_init__(self) -> None:
+    checks.number('in_flight', self.in_flight, above=0)
+    checks.number('buffered', self.buffered, least=0)
+    if max(self.in_flight, self.buffered) < 1:
+      raise ValueError(
+        f'in_flight is {self.in_flight} and buffered is {self.buffered}; expected 1 or more of '
+        'one of them: no batch would ever be whole'
+      )
+    if self.pin_lag is not None:
+      checks.whole('pin_lag', self.pin_lag, least=0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+  """What a source needs to know beside its pacing.
+
+  Attributes:
+    options: of groups and episodes.
+    sampling: how tokens are drawn.
+    seed: of the prompt order and the session keys, in [0, 2**32).
+    incarnation: which start of the run this is, from 0.
+    split: the task's split that prompts come from.
+  """
+
+  options: RolloutOptions
   sampling: SamplingParams
   seed: int
   incarnation: int
-  split: str
-  wall_clock_secs: float | None
-  retries: int = 2
+  split: str = 'train'
 
   def __post_init__(self) -> None:
-    if self.groups < 1:
-      raise ValueError(f'groups is {self.groups}; expected at least 1')
-    if self.members < 2:
-      raise ValueError(f'members is {self.members}; expected at least 2: one has no mean')
-    if self.seed < 0:
-      raise ValueError(f'seed is {self.seed}; expected a number >= 0')
-    if self.wall_clock_secs is not None and not self.wall_clock_secs > 0:
-      raise ValueError(f'wall_clock_secs is {self.wall_clock_secs}; expected a number > 0 or None')
-    if self.retries < 0:
-      raise ValueError(f'retries is {self.retries}; expected a number >= 0')
+    checks.whole('seed', self.seed, least=0, most=2**32 - 1)
 
 
 class StaleRange(NamedTuple):
@@ -233,27 +244,3 @@ class Batch:
   @property
   def trajectories(self) -> tuple[Trajectory, ...]:
     return tuple(t for group in self.groups for t in group.trajectories)
-
-
-class RolloutSource(Protocol):
-  """Gives one batch per update."""
-
-  async def batch(self, update: int) -> Batch:
-    """Waits until enough groups are ready and hands them out.
-
-    Args:
-      update: updates applied to the trainer's weights so far.
-
-    Raises:
-      RolloutError: sampling cannot go on. What a background task raised is raised here as it was.
-    """
-
-  def state(self) -> dict[str, Any]:
-    """Returns a JSON object from which a new source goes on.
-
-    Every batch handed out counts as trained on, so it is taken between an update and the next
-    batch; prompts handed to samplers and not yet trained on or dropped are sampled again.
-    """
-
-  async def close(self) -> None:
-    """Stops what runs in the background and waits for it. May be called more than once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -65,13 +65,9 @@ class Cursor:
       raise ValueError(f'group {group} is not outstanding; expected one that was handed out')
     self._outstanding.remove(group)
 
-  def is_outstanding(self, group: int) -> bool:
-    """Returns whether a group was handed out and is neither trained on nor dropped."""
-    return group in self._outstanding
-
-  def requeue(self, groups: Iterable[int]) -> None:
-    """Hands outstanding groups out again before any other, lowest number first."""
-    self._again = collections.deque(sorted({*self._again, *groups} & self._outstanding))
+  def requeue(self) -> None:
+    """Hands everything outstanding out again before any other, lowest number first."""
+    self._again = collections.deque(sorted(self._outstanding))
 
   def state(self) -> dict[str, Any]:
     """Returns a JSON object."""

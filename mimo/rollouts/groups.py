@@ -19,9 +19,6 @@ from mimo.types import Group, PromptRef, Trajectory
 # A group teaches nothing with fewer members: its mean is its only reward.
 MIN_MEMBERS = 2
 
-# The number of an attempt -> its replica, or None where the least-loaded takes it.
-Place = Callable[[int], int | None]
-
 _T = TypeVar('_T')
 
 
@@ -73,22 +70,18 @@ class GroupRunner:
       RolloutError: as many groups as a batch holds were dropped one after another.
     """
 
-    def place(member: int) -> Place:
-      return _anywhere if replica is None else lambda _: replica(member)
-
-    members = range(self._settings.members)
-    results = await together(self.member(prompt, m, key(m), place(m)) for m in members)
-    return self.finish(prompt, results)
-
-  def finish(self, prompt: PromptRef, results: Sequence[Trajectory | None]) -> Group | None:
-    """Returns the group of its members' results; see `run`."""
+    size = self._settings.options.group_size
+    results = await together(
+      self._member(prompt, member, key(member), replica and replica(member))
+      for member in range(size)
+    )
     scored = tuple(trajectory for trajectory in results if trajectory is not None)
     if len(scored) >= MIN_MEMBERS:
       self._dropped_in_a_row = 0
-      return Group(prompt, scored, self._settings.members)
+      return Group(prompt, scored, size)
     self._tally.count('groups_dropped')
     self._dropped_in_a_row += 1
-    if self._dropped_in_a_row >= max(self._settings.groups, 4):
+    if self._dropped_in_a_row >= max(self._settings.options.prompts_per_update, 4):
       raise RolloutError(
         f'{self._dropped_in_a_row} groups were dropped one after another for having fewer than '
         f'{MIN_MEMBERS} scored members; expected sampling to go on. Some of what was said: '
@@ -96,8 +89,8 @@ class GroupRunner:
       )
     return None
 
-  async def member(
-    self, prompt: PromptRef, member: int, key: np.ndarray, place: Place
+  async def _member(
+    self, prompt: PromptRef, member: int, key: np.ndarray, fixed: int | None
   ) -> Trajectory | None:
     """Samples one member, again where an attempt of it was lost.
 
@@ -105,14 +98,13 @@ class GroupRunner:
       prompt: the task and group.
       member: index in the group.
       key: [2] uint32.
-      place: the replica of each attempt, by its number from 0.
+      fixed: the replica of every attempt, or None where the least-loaded takes each.
 
     Returns:
       A scored trajectory, or None, counted, when every attempt was lost.
     """
     settings, failed = self._settings, set[int]()
-    for number in range(1 + settings.retries):
-      fixed = place(number)
+    for number in range(1 + settings.options.retries):
       replica = await self.seats.take(self._allowed(failed) if fixed is None else {fixed})
       try:
         spec = EpisodeSpec(
@@ -122,7 +114,7 @@ class GroupRunner:
           incarnation=settings.incarnation,
           sampling=settings.sampling,
           key=key,
-          wall_clock_secs=settings.wall_clock_secs,
+          wall_clock_secs=settings.options.episode_timeout_secs,
         )
         attempt = await run_episode(self._task, self._samplers[replica], spec)
       finally:
@@ -138,7 +130,3 @@ class GroupRunner:
     """Replicas that have not lost this member yet, or all where each has."""
     everyone = range(len(self._samplers))
     return [r for r in everyone if r not in failed] or everyone
-
-
-def _anywhere(number: int) -> None:
-  """A `Place`: the least-loaded replica takes every attempt."""

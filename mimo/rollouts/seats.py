@@ -33,11 +33,6 @@ class Seats:
   def in_use(self) -> tuple[int, ...]:
     return tuple(self._in_use)
 
-  @property
-  def waiting(self) -> int:
-    """How many calls of `take` have found no place yet."""
-    return sum(not waiter.done() for waiter, _ in self._waiting)
-
   async def take(self, allowed: Collection[int]) -> int:
     """Waits for a place at one of the replicas `allowed`, and returns which."""
     waiter = asyncio.get_running_loop().create_future()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mimo.rollouts.base import PoolStats, RolloutStats, StaleRange
 from mimo.rollouts.session import Attempt
@@ -87,37 +86,6 @@ class Tally:
   def totals(self) -> dict[str, int]:
     """Returns counts over the run, earlier starts included: a JSON object."""
     return dict(sorted(self._totals.items()))
-
-  def state(self) -> dict[str, Any]:
-    """Returns the counts of the run and those since the last batch: a JSON object."""
-    now = self._interval
-    return {
-      'totals': self.totals(),
-      'interval': {
-        'pools': {name: dataclasses.asdict(pool) for name, pool in now.pools.items()},
-        'ends': {end.value: n for end, n in now.ends.items()},
-        'finishes': {finish.value: n for finish, n in now.finishes.items()},
-        'failures': dict(now.failures),
-        'counts': dict(now.counts),
-        'errors': now.errors,
-        'response_tokens': now.response_tokens,
-        'lost_tokens': now.lost_tokens,
-      },
-    }
-
-  def restore(self, state: Mapping[str, Any]) -> None:
-    """Takes what `state` returned in place of what was counted here."""
-    self._totals = collections.Counter(state['totals'])
-    stated, now = state['interval'], _Interval(self._pools)
-    now.pools |= {name: _PoolCounts(**pool) for name, pool in stated['pools'].items()}
-    now.ends.update({EpisodeEnd(end): n for end, n in stated['ends'].items()})
-    now.finishes.update({FinishReason(finish): n for finish, n in stated['finishes'].items()})
-    now.failures.update(stated['failures'])
-    now.counts.update(stated['counts'])
-    now.errors += stated['errors']
-    now.response_tokens += stated['response_tokens']
-    now.lost_tokens += stated['lost_tokens']
-    self._interval = now
 
   def drain(
     self,

@@ -7,8 +7,7 @@ holds it, and is named by a string that is unique while it is open.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -90,60 +89,6 @@ class PinnableSampler(Sampler, Protocol):
 
     Raises SamplerError when it cannot be loaded; what was served then still is.
     """
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-  """What one step of a stepped sampler did.
-
-  Attributes:
-    finished: the turns that ended, by session, in order.
-    decode_steps: how often every running turn took one token.
-    fed_tokens: tokens taken in decode steps, drawn ones included, over all sessions.
-    prefilled_tokens: known tokens taken in chunks before.
-  """
-
-  finished: tuple[tuple[str, TurnSample | SamplerError], ...]
-  decode_steps: int
-  fed_tokens: int
-  prefilled_tokens: int
-
-
-class SteppedSampler(Protocol):
-  """A sampler that does nothing by itself: its owner has a clock of its own and calls `step`.
-
-  Sessions, their ids and their keys are those of `Sampler`.
-  """
-
-  @property
-  def contract(self) -> SamplerContract: ...
-
-  @property
-  def busy(self) -> bool:
-    """Whether a turn runs or waits."""
-
-  def activate(self, version: Version) -> None:
-    """Serves `version` from the next step on, under running turns too. Raises SamplerError."""
-
-  def submit(
-    self, session: str, tokens: np.ndarray, params: SamplingParams, key: np.ndarray
-  ) -> None:
-    """Takes a turn; what is wrong with it comes out of the next step. See `Sampler.sample`."""
-
-  def release(self, session: str) -> None:
-    """Frees what the session holds. Unknown names are ignored."""
-
-  def step(self) -> Step:
-    """Runs the turns for a few tokens each."""
-
-  def state(self) -> dict[str, Any]:
-    """Returns all that later steps depend on but the weights: JSON values and numpy arrays.
-
-    It is asked for after a step, before a further turn is submitted.
-    """
-
-  def restore(self, state: Mapping[str, Any]) -> None:
-    """Goes on from a state, bit for bit, under the weights that were served then."""
 
 
 def check_contract(contract: SamplerContract, *, logits_dtype: str, vocab_size: int) -> None:

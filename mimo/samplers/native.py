@@ -23,13 +23,15 @@ from mimo.samplers.base import SamplerContract, SamplerError
 from mimo.samplers.decode import Weights
 from mimo.samplers.engine import Engine, EngineSettings, EngineStats, Finished
 from mimo.samplers.following import Follower, ViewFeed
+from mimo.samplers.pace import PoolSpeed
 from mimo.samplers.turns import TurnRequest
 from mimo.types import SamplingParams, Source, TurnSample, Version
 from mimo.weights.views import View
 
 # Rounds of the event loop in which the owners of turns that ended may come back with the next:
-# a batch that waits for them is fuller, and the rounds cost microseconds.
-_SETTLE_ROUNDS = 4
+# a batch that waits for them is fuller, and the rounds cost microseconds. From a group's end to the
+# first turn of the one that takes its place it is six.
+_SETTLE_ROUNDS = 8
 
 _T = TypeVar('_T')
 
@@ -91,6 +93,7 @@ class NativeSampler:
     settings: EngineSettings,
     emulate_activations: bool = False,
     executor: Executor | None = None,
+    pace: PoolSpeed | None = None,
     poll_secs: float = 0.05,
     read_view: Callable[[pathlib.Path], View] | None = None,
   ) -> None:
@@ -104,6 +107,8 @@ class NativeSampler:
       emulate_activations: rounds inputs of projections as the view's format states, and leaves
         quantised weights unrounded: computes as a server of that format does.
       executor: of one thread; None runs everything inline, on the event loop.
+      pace: how long the replica that it stands for takes; turns that end with a step are answered
+        that much later on the event loop's clock, and the next step begins then. None adds nothing.
       poll_secs: how often the feed is asked while `start` waits for a first version.
       read_view: reads a view directory; None takes mimo's own reader.
 
@@ -121,6 +126,7 @@ class NativeSampler:
     )
     self._engine = Engine(config, settings)
     self._executor = executor
+    self._pace = pace
     self._poll_secs = poll_secs
     self._pinned = False
     self._version: int | None = None
@@ -236,26 +242,34 @@ class NativeSampler:
     commands, self._inbox = self._inbox, []
     given = list(self._waiting)  # requests that the engine has, or gets with these commands
     try:
-      finished, busy = await self._run(lambda: self._step(commands))
+      finished, busy, secs = await self._run(lambda: self._step(commands))
     except Exception as error:
       self._engine_failures += 1
       reason = f'{self._name}: the engine failed: {type(error).__name__}: {error}'
       _log.exception(reason)
       await self._run(self._engine.reset)
-      finished, busy = [(request, SamplerError(reason)) for request in given], False
+      finished, busy, secs = [(request, SamplerError(reason)) for request in given], False, 0.0
+    if self._pace is not None:
+      await asyncio.sleep(secs)
     for request, result in finished:
       self._answer(request, result)
     if busy:
       self._wake.set()
 
-  def _step(self, commands: list[Callable[[], None]]) -> tuple[list[Finished], bool]:
+  def _step(self, commands: list[Callable[[], None]]) -> tuple[list[Finished], bool, float]:
+    """Returns the turns that ended, whether there is more to do, and how long it takes."""
     for command in commands:
       command()
     if self._engine.busy and not self._pinned:
       weights = self._follower.poll()
       if weights is not None:
         self._activate(weights)
-    return self._engine.step(), self._engine.busy
+    before = dataclasses.replace(self._engine.stats)
+    finished = self._engine.step()
+    secs = 0.0
+    if self._pace is not None:
+      secs = self._pace.secs(before, self._engine.stats, self._contract.max_sessions)
+    return finished, self._engine.busy, secs
 
   def _activate_first(self) -> bool:
     """Activates the newest version if there is one; raises SamplerError where that fails."""

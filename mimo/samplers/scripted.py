@@ -23,6 +23,7 @@ from mimo.types import (
   RouteShape,
   SamplingParams,
   TurnSample,
+  Version,
   VersionSpan,
 )
 
@@ -65,7 +66,7 @@ class _Session:
 
 
 class ScriptedSampler:
-  """Implements `mimo.samplers.base.Sampler` from a script.
+  """Implements `mimo.samplers.base.PinnableSampler` from a script.
 
   The script returns the ids to draw (cut at the first stop id, at `max_turn_tokens` and at the
   contract's `max_tokens`), or a whole TurnSample, or an awaitable of either (an `async def` that
@@ -119,6 +120,12 @@ class ScriptedSampler:
     """Changes the version served, under running sessions too."""
     self._version = version
     self._served.set()
+
+  async def pin(self, version: Version | None) -> None:
+    """Serves `version`; None changes nothing, since nothing but `serve` moves it."""
+    self._check_open()
+    if version is not None:
+      self.serve(version.number)
 
   async def start(self) -> None:
     await self._served.wait()

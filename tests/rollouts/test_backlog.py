@@ -1,8 +1,9 @@
-"""The bookkeeping that both drivers share; what it bounds is tested through them."""
+"""The bookkeeping of a source; what it bounds is tested through it."""
 
 import pytest
 
-from mimo.rollouts.backlog import AsyncLimits, Backlog
+from mimo.rollouts.backlog import Backlog
+from mimo.rollouts.base import Pacing
 from mimo.rollouts.cursor import Cursor
 from mimo.rollouts.tally import Tally
 from mimo.types import Group
@@ -11,9 +12,9 @@ from mimo.types import Group
 @pytest.fixture
 def backlog(kit):
   cursor = Cursor(split='train', size=10, seed=0)
-  limits = AsyncLimits(in_flight_batches=1.5, buffered_batches=1.0)
+  pacing = Pacing(in_flight=1.5, buffered=1.0, pin_lag=None)
   return Backlog(
-    kit.settings(groups=2), limits, cursor=cursor, tally=Tally(['a']), update_of={0: 0}
+    kit.settings(prompts_per_update=2), pacing, cursor=cursor, tally=Tally(['a']), update_of={0: 0}
   )
 
 
@@ -33,15 +34,9 @@ def test_a_group_of_which_nothing_is_left_frees_its_place(backlog):
     backlog.end(prompt, None)
 
 
-def test_a_state_keeps_the_order_in_which_groups_ended(backlog):
+def test_what_is_given_up_is_started_again_by_number(backlog):
   prompts = [backlog.start() for _ in range(3)]
-  for prompt in (prompts[2], prompts[0], prompts[1]):
-    backlog.end(prompt, Group(prompt, (), 3))
-  state = backlog.state()
-  assert state['ended'] == [2, 0, 1]
-  other = [Group(prompt, (), 3) for prompt in prompts]
-  backlog._ended.clear()
-  for group in other:
-    backlog._ended.append(group)
-  backlog.restore(state)
-  assert backlog.state() == state
+  backlog.end(prompts[1], Group(prompts[1], (), 3))
+  backlog.restart()
+  assert (backlog.in_flight, backlog.buffered, backlog.room) == (0, 0, True)
+  assert [backlog.start().group for _ in range(4)] == [0, 1, 2, 3]

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from mimo.rollouts.base import PoolStats, RolloutOptions, RolloutStats, VirtualOptions
+from mimo.rollouts.base import Pacing, PoolStats, RolloutOptions, RolloutStats, VirtualOptions
 
 
 def test_rates_and_turns_come_from_every_pool():
@@ -15,20 +15,24 @@ def test_rates_and_turns_come_from_every_pool():
   assert dataclasses.replace(stats, secs=0.0).sampled_tokens_per_sec == 0.0
 
 
+@pytest.mark.parametrize('seed', [-1, 2**32])
+def test_a_seed_beyond_a_word_is_refused(kit, seed):
+  with pytest.raises(ValueError, match=f'seed is {seed}; expected a whole number'):
+    kit.settings(seed=seed)
+
+
 @pytest.mark.parametrize(
-  ('field', 'value', 'message'),
+  ('changes', 'message'),
   [
-    ('groups', 0, 'groups is 0; expected at least 1'),
-    ('members', 1, 'members is 1; expected at least 2'),
-    ('seed', -1, 'seed is -1'),
-    ('wall_clock_secs', 0.0, 'wall_clock_secs is 0.0'),
-    ('wall_clock_secs', float('nan'), 'wall_clock_secs is nan'),
-    ('retries', -1, 'retries is -1'),
+    ({'in_flight': 0.0}, 'in_flight is 0.0; expected a number > 0'),
+    ({'buffered': -1.0}, 'buffered is -1.0; expected a number >= 0'),
+    ({'in_flight': 0.9, 'buffered': 0.9}, 'no batch would ever be whole'),
+    ({'pin_lag': -1}, 'pin_lag is -1; expected a whole number >= 0'),
   ],
 )
-def test_settings_that_cannot_be_are_refused(kit, field, value, message):
+def test_a_pacing_that_cannot_be_is_refused(changes, message):
   with pytest.raises(ValueError, match=message):
-    kit.settings(**{field: value})
+    Pacing(**{'in_flight': 1.0, 'buffered': 1.0, 'pin_lag': None} | changes)
 
 
 @pytest.mark.parametrize(

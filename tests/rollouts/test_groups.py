@@ -3,21 +3,21 @@ import collections
 
 import pytest
 
+from mimo import keys
 from mimo.rollouts.base import RolloutError
 from mimo.rollouts.groups import GroupRunner, together
-from mimo.rollouts.keys import session_key
 from mimo.rollouts.tally import Tally
 from mimo.samplers.base import SamplerError
 from mimo.types import EpisodeEnd, PromptRef
 
 
 def _key(member):
-  return session_key(seed=0, group=5, member=member)
+  return keys.key('session', 0, 5, member)
 
 
 def _runner(kit, samplers, task=None, **changes):
   tally = Tally([s.contract.source.pool for s in samplers])
-  settings = kit.settings(members=4, **changes)
+  settings = kit.settings(group_size=4, **changes)
   return GroupRunner(task or kit.TinyTask(), samplers, settings, tally), tally
 
 

@@ -2,21 +2,9 @@ import asyncio
 
 import pytest
 
-from mimo.rollouts.asynchronous import AsyncLimits, AsyncRollouts
 from mimo.rollouts.base import RolloutError, StaleRange
 from mimo.samplers.base import SamplerError
 from mimo.types import VersionSpan
-
-
-def _rollouts(kit, samplers, *, task=None, update_of=None, state=None, limits=None, **changes):
-  return AsyncRollouts(
-    task or kit.TinyTask(),
-    samplers,
-    kit.settings(**changes),
-    limits=limits or AsyncLimits(),
-    update_of={0: 0} if update_of is None else update_of,
-    state=state,
-  )
 
 
 def _group_of(call):
@@ -27,13 +15,15 @@ def _numbers(batch):
   return [group.prompt.group for group in batch.groups]
 
 
-def test_batches_hold_whole_groups_in_the_order_in_which_they_end(kit):
+def test_batches_hold_the_groups_that_end_first_in_the_order_of_their_numbers(kit):
   async def main():
-    # Group 0 takes 9 s, every other 1 s.
-    sampler = kit.sampler(lambda call: kit.after(9.0 if _group_of(call) == 0 else 1.0)(call))
-    rollouts = _rollouts(kit, [sampler])
-    batch = await rollouts.batch(0)
-    assert _numbers(batch) == [1, 2] and batch.update == 0
+    # Group 0 takes 9 s, group 1 takes 3 s, every other 1 s.
+    secs = {0: 9.0, 1: 3.0}
+    sampler = kit.sampler(lambda call: kit.after(secs.get(_group_of(call), 1.0))(call), sessions=9)
+    rollouts = kit.source([sampler], in_flight_batches=1.5)
+    batch = await rollouts.batch(0)  # group 2 ends at 1 s, 3 at 2 s
+    assert _numbers(batch) == [2, 3] and batch.update == 0
+    assert _numbers(await rollouts.batch(1)) == [1, 4]  # which both end at 3 s
     assert [len(group.trajectories) for group in batch.groups] == [3, 3]
     assert len(batch.trajectories) == len(batch.staleness) == 6
     await rollouts.close()
@@ -44,7 +34,7 @@ def test_batches_hold_whole_groups_in_the_order_in_which_they_end(kit):
 def test_sampling_goes_on_while_the_trainer_updates(kit):
   async def main():
     sampler = kit.sampler(kit.after(1.0), sessions=6)
-    rollouts = _rollouts(kit, [sampler])
+    rollouts = kit.source([sampler])
     first = await rollouts.batch(0)
     assert first.stats.wait_secs == first.stats.secs == 1.0
     await asyncio.sleep(10.0)  # an update
@@ -58,7 +48,7 @@ def test_sampling_goes_on_while_the_trainer_updates(kit):
 
 def test_equal_rewards_stay_in_the_batch(kit):
   async def main():
-    rollouts = _rollouts(kit, [kit.sampler(kit.win)])
+    rollouts = kit.source([kit.sampler(kit.win)])
     batch = await rollouts.batch(0)
     await rollouts.close()
     assert batch.stats.rewards == (1.0,) * 6
@@ -72,13 +62,13 @@ def test_staleness_by_hand(kit):
   async def main():
     update_of = {5: 0}
     sampler = kit.sampler(kit.after(10.0), version=5)
-    rollouts = _rollouts(
-      kit,
+    rollouts = kit.source(
       [sampler],
       update_of=update_of,
-      limits=AsyncLimits(in_flight_batches=1.0, buffered_batches=1.0),
-      groups=1,
-      members=2,
+      in_flight_batches=1.0,
+      buffered_batches=1.0,
+      prompts_per_update=1,
+      group_size=2,
     )
     first = await rollouts.batch(0)  # at 10 s: group 0, all of version 5
     assert first.staleness == ((StaleRange(2, 4, 0),),) * 2 and first.stats.staleness == {0: 4}
@@ -108,8 +98,8 @@ def test_a_trajectory_is_as_stale_as_its_stalest_token(kit):
       return [kit.WIN, 20, kit.STOP]
 
     sampler = kit.sampler(script, version=5)
-    limits = AsyncLimits(max_staleness_updates=2)
-    rollouts = _rollouts(kit, [sampler], update_of={5: 0, 9: 3}, limits=limits, groups=1)
+    limits = {'max_staleness_updates': 2}
+    rollouts = kit.source([sampler], update_of={5: 0, 9: 3}, **limits, prompts_per_update=1)
     batch = await rollouts.batch(3)
     assert batch.stats.trajectories_stale > 0 and batch.stats.staleness.keys() == {0}
     await rollouts.close()
@@ -123,8 +113,8 @@ def test_a_full_buffer_of_stale_groups_is_sampled_anew(kit):
   async def main():
     update_of = {5: 0, 9: 3}
     sampler = kit.sampler(kit.after(1.0), version=5)
-    limits = AsyncLimits(max_staleness_updates=1)
-    rollouts = _rollouts(kit, [sampler], update_of=update_of, limits=limits)
+    limits = {'max_staleness_updates': 1}
+    rollouts = kit.source([sampler], update_of=update_of, **limits)
     await rollouts.batch(0)
     await asyncio.sleep(100.0)
     assert (rollouts.in_flight, rollouts.buffered) == (2, 4)
@@ -145,7 +135,7 @@ def test_groups_that_are_fit_keep_their_place_while_others_are_replaced(kit):
         return await other.sample('x', call.tokens, call.params, call.key)
       return [kit.WIN, kit.STOP]
 
-    rollouts = _rollouts(kit, [kit.sampler(script, sessions=30)], groups=4)
+    rollouts = kit.source([kit.sampler(script, sessions=30)], prompts_per_update=4)
     batch = await rollouts.batch(0)
     assert _numbers(batch) == [0, 1, 3, 4] and batch.stats.trajectories_abandoned == 3
     await rollouts.close()
@@ -155,8 +145,8 @@ def test_groups_that_are_fit_keep_their_place_while_others_are_replaced(kit):
 
 def test_bounds_are_in_whole_groups(kit):
   async def main():
-    limits = AsyncLimits(in_flight_batches=2.3, buffered_batches=1.0)
-    rollouts = _rollouts(kit, [kit.sampler(kit.after(1.0))], limits=limits, groups=10)
+    limits = {'in_flight_batches': 2.3, 'buffered_batches': 1.0}
+    rollouts = kit.source([kit.sampler(kit.after(1.0))], **limits, prompts_per_update=10)
     waiting = asyncio.ensure_future(rollouts.batch(0))
     await asyncio.sleep(0.5)
     assert rollouts.in_flight == 23
@@ -182,22 +172,20 @@ def _mixed_versions(kit, versions):
 def test_a_bound_drops_what_is_staler_as_it_would_be_trained_on(kit):
   async def main():
     sampler = _mixed_versions(kit, [5, 6, 6])
-    rollouts = _rollouts(
-      kit,
+    rollouts = kit.source(
       [sampler],
       update_of={5: 0, 6: 1, 9: 3},
-      limits=AsyncLimits(max_staleness_updates=2),
+      max_staleness_updates=2,
     )
     batch = await rollouts.batch(3)  # staleness 3, 2, 2
     assert [[t.member for t in g.trajectories] for g in batch.groups] == [[1, 2]] * 2
     assert all(group.asked == 3 for group in batch.groups)
     assert batch.stats.trajectories_stale == 2 and batch.stats.groups_dropped == 0
     await rollouts.close()
-    rollouts = _rollouts(
-      kit,
+    rollouts = kit.source(
       [sampler],
       update_of={5: 0, 6: 1, 9: 3},
-      limits=AsyncLimits(max_staleness_updates=1),
+      max_staleness_updates=1,
     )
     batch = await rollouts.batch(3)
     assert _numbers(batch) == [2, 3] and batch.stats.staleness == {0: 12}
@@ -212,12 +200,12 @@ def test_a_bound_drops_what_is_staler_as_it_would_be_trained_on(kit):
 def test_abandoned_publications_are_dropped_and_counted(kit):
   async def main():
     sampler = _mixed_versions(kit, [5, 6, 6])
-    rollouts = _rollouts(kit, [sampler], update_of={6: 1, 9: 3})
+    rollouts = kit.source([sampler], update_of={6: 1, 9: 3})
     batch = await rollouts.batch(3)
     assert [[t.member for t in g.trajectories] for g in batch.groups] == [[1, 2]] * 2
     assert batch.stats.trajectories_abandoned == 2
     await rollouts.close()
-    rollouts = _rollouts(kit, [sampler], update_of={5: 0, 9: 3})
+    rollouts = kit.source([sampler], update_of={5: 0, 9: 3})
     batch = await rollouts.batch(3)
     assert _numbers(batch) == [2, 3]
     assert batch.stats.trajectories_abandoned == 4 and batch.stats.groups_dropped == 2
@@ -233,7 +221,7 @@ def test_losses_are_replaced_and_counted(kit):
         raise SamplerError('lost')
       return [kit.WIN, kit.STOP]
 
-    rollouts = _rollouts(kit, [kit.sampler(script)])
+    rollouts = kit.source([kit.sampler(script)])
     batches = [await rollouts.batch(u) for u in range(2)]
     assert sorted(_numbers(batches[0]) + _numbers(batches[1])) == [0, 2, 3, 4]
     assert sum(b.stats.groups_dropped for b in batches) == 1
@@ -254,7 +242,7 @@ def test_a_bug_in_the_background_surfaces_in_batch(kit, monkeypatch):
       raise KeyError('a typo')
 
     monkeypatch.setattr(sampler, 'sample', bug)
-    rollouts = _rollouts(kit, [sampler])
+    rollouts = kit.source([sampler])
     for _ in range(2):  # and again, for whoever asks later
       with pytest.raises(KeyError, match='a typo'):
         await rollouts.batch(0)
@@ -273,7 +261,7 @@ def test_a_group_cancelled_from_elsewhere_surfaces_too(kit, monkeypatch):
       raise asyncio.CancelledError
 
     monkeypatch.setattr(sampler, 'sample', cancelled)
-    rollouts = _rollouts(kit, [sampler])
+    rollouts = kit.source([sampler])
     with pytest.raises(RolloutError, match='group 0 was cancelled'):
       await rollouts.batch(0)
     await rollouts.close()
@@ -286,7 +274,7 @@ def test_a_fleet_that_is_down_ends_the_run_by_name(kit):
     def dead(call):
       raise SamplerError('connection refused')
 
-    rollouts = _rollouts(kit, [kit.sampler(dead)])
+    rollouts = kit.source([kit.sampler(dead)])
     with pytest.raises(RolloutError, match='connection refused'):
       await rollouts.batch(0)
     await rollouts.close()
@@ -298,7 +286,7 @@ def test_close_ends_a_waiting_batch_and_releases_everything(kit):
   async def main():
     task = kit.TinyTask()
     sampler = kit.sampler(kit.after(50.0))
-    rollouts = _rollouts(kit, [sampler], task=task)
+    rollouts = kit.source([sampler], task=task)
     waiting = asyncio.ensure_future(rollouts.batch(0))
     await asyncio.sleep(1.0)
     assert sampler.open_sessions
@@ -327,7 +315,7 @@ def test_a_close_that_is_cancelled_can_be_called_again(kit, monkeypatch):
       await release(name)
 
     monkeypatch.setattr(sampler, 'release', slow)
-    rollouts = _rollouts(kit, [sampler])
+    rollouts = kit.source([sampler])
     waiting = asyncio.ensure_future(rollouts.batch(0))
     await asyncio.sleep(1.0)
     closing = asyncio.ensure_future(rollouts.close())
@@ -345,7 +333,7 @@ def test_a_close_that_is_cancelled_can_be_called_again(kit, monkeypatch):
 
 def test_a_cancelled_batch_loses_no_group(kit):
   async def main():
-    rollouts = _rollouts(kit, [kit.sampler(kit.after(10.0), sessions=3)])
+    rollouts = kit.source([kit.sampler(kit.after(10.0), sessions=3)])
     waiting = asyncio.ensure_future(rollouts.batch(0))
     await asyncio.sleep(15.0)  # one of two groups is there
     waiting.cancel()
@@ -354,17 +342,3 @@ def test_a_cancelled_batch_loses_no_group(kit):
     await rollouts.close()
 
   kit.run(main())
-
-
-@pytest.mark.parametrize(
-  ('field', 'value', 'message'),
-  [
-    ('in_flight_batches', 0.0, 'in_flight_batches is 0.0; expected a number > 0'),
-    ('in_flight_batches', float('nan'), 'in_flight_batches is nan'),
-    ('buffered_batches', 0.5, 'buffered_batches is 0.5; expected a number >= 1'),
-    ('max_staleness_updates', -1, 'max_staleness_updates is -1; expected a number >= 0 or None'),
-  ],
-)
-def test_limits_that_cannot_be_are_refused(field, value, message):
-  with pytest.raises(ValueError, match=message):
-    AsyncLimits(**{field: value})

@@ -10,20 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from mimo.rollouts.asynchronous import AsyncLimits, AsyncRollouts
 from mimo.rollouts.base import RolloutError
 from mimo.samplers.base import SamplerError
-
-
-def _rollouts(kit, samplers, *, task=None, update_of=None, state=None, limits=None, **changes):
-  return AsyncRollouts(
-    task or kit.TinyTask(),
-    samplers,
-    kit.settings(**changes),
-    limits=limits or AsyncLimits(),
-    update_of={0: 0} if update_of is None else update_of,
-    state=state,
-  )
 
 
 def _group_of(call):
@@ -65,8 +53,8 @@ def test_the_bounds_are_never_exceeded(kit, fraction, data):
 
   async def main():
     samplers = [kit.sampler(script, sessions=s, pool=f'{s}') for s in (2, 5)]
-    limits = AsyncLimits(in_flight_batches=fraction, buffered_batches=buffered)
-    rollouts = _rollouts(kit, samplers, limits=limits, groups=groups, members=2, retries=0)
+    limits = {'in_flight_batches': fraction, 'buffered_batches': buffered}
+    rollouts = kit.source(samplers, **limits, prompts_per_update=groups, group_size=2, retries=0)
     for update, pause in enumerate(pauses):
       batch = await rollouts.batch(update)
       gone.update(_numbers(batch))
@@ -97,7 +85,7 @@ def test_over_any_number_of_kills_each_prompt_is_trained_once_or_dropped(kit, da
         raise SamplerError('lost')
       return [kit.WIN, kit.STOP]
 
-    rollouts = _rollouts(kit, [kit.sampler(script)], state=state, incarnation=incarnation)
+    rollouts = kit.source([kit.sampler(script)], state=state, incarnation=incarnation)
     saved, since = state, []
     for update in range(data.draw(st.integers(0, 4))):
       since += _numbers(await rollouts.batch(update))
@@ -130,8 +118,8 @@ def test_a_pool_whose_samples_are_never_trained_on_ends_the_run(kit, bound, upda
 
   async def main():
     sampler = kit.sampler(kit.after(1.0), pool='b', version=4)
-    limits = AsyncLimits(max_staleness_updates=bound)
-    rollouts = _rollouts(kit, [sampler], limits=limits, update_of=update_of)
+    limits = {'max_staleness_updates': bound}
+    rollouts = kit.source([sampler], **limits, update_of=update_of)
     # 2 groups in flight, 4 buffered and 4 more, of 3 members each.
     message = f'10 groups were dropped one after another.*pool b: {reason}: 30 times'
     for _ in range(2):  # and it stays so
@@ -154,7 +142,7 @@ def test_only_another_group_that_fits_starts_the_count_anew(kit, good):
 
   async def main():
     # One group at a time and 4 buffered: 1 + 4 + 4 may be dropped in a row.
-    rollouts = _rollouts(kit, [sampler], update_of={9: 9}, limits=AsyncLimits(0.5, 2.0))
+    rollouts = kit.source([sampler], update_of={9: 9}, in_flight_batches=0.5)
     if len(good) > 1:
       assert _numbers(await rollouts.batch(9)) == [0, 8]
       assert _numbers(await rollouts.batch(9)) == [16, 24]
@@ -176,7 +164,7 @@ def test_memory_is_that_of_what_may_be_in_flight_and_buffered(kit):
     script = lambda call: [kit.GO_ON if call.turn < 2 else kit.WIN, kit.STOP]
     sampler = kit.sampler(script, max_tokens=10**6, sessions=4)
     sampler.calls = collections.deque(maxlen=0)  # or the fake keeps every prompt it is given
-    rollouts = _rollouts(kit, [sampler], task=task, groups=4, members=5)
+    rollouts = kit.source([sampler], task=task, prompts_per_update=4, group_size=5)
     peaks = []
     for update in range(10):
       batch = await rollouts.batch(update)

@@ -1,16 +1,19 @@
+"""A source whose samplers are pinned: in step with training, and a function of the seed."""
+
 import asyncio
 import dataclasses
+import functools
 import json
 import threading
 
 import numpy as np
 import pytest
 
+from mimo import keys
 from mimo.fleet import routing
 from mimo.rollouts.base import RolloutError, StaleRange
-from mimo.rollouts.keys import session_key
-from mimo.rollouts.lockstep import LockstepRollouts
 from mimo.samplers.base import SamplerError
+from mimo.types import Version
 
 # Publication 10 + u holds update u.
 
@@ -20,7 +23,6 @@ class Fleet:
 
   def __init__(self, kit, *, latency=lambda call: 0.0, lose=lambda call: False):
     self.pinned = []
-    self.served = None
 
     async def script(call):
       await asyncio.sleep(latency(call))
@@ -32,21 +34,25 @@ class Fleet:
 
     self.samplers = [kit.sampler(script, pool='a', sessions=4), kit.sampler(script, pool='b')]
 
-  async def pin(self, update):
-    self.pinned.append(update)
-    for sampler in self.samplers:
-      sampler.serve(10 + update)
-    return 10 + update
+    for name, sampler in zip('ab', self.samplers, strict=True):
+      sampler.pin = functools.partial(self._pin, name, sampler.pin)
+
+  async def _pin(self, name, pin, version):
+    self.pinned.append((name, version.update))
+    await pin(version)
 
 
-def _rollouts(kit, fleet, *, lag=1, state=None, task=None, pin=None, **changes):
-  return LockstepRollouts(
-    task or kit.TinyTask(),
+VERSIONS = {update: Version(10 + update, 0, update) for update in range(10)}
+UPDATES = {version.number: update for update, version in VERSIONS.items()}
+
+
+def _rollouts(kit, fleet, *, lag=1, **changes):
+  return kit.source(
     fleet.samplers,
-    kit.settings(**changes),
-    lag=lag,
-    pin=pin or fleet.pin,
-    state=state,
+    schedule='lockstep',
+    lag_updates=lag,
+    update_of=UPDATES,
+    **{'version_of': VERSIONS} | changes,
   )
 
 
@@ -102,7 +108,7 @@ def test_stopped_and_resumed_is_uninterrupted(kit, stop):
 def test_update_u_trains_on_version_max_0_u_minus_lag(kit, lag, pinned):
   fleet = Fleet(kit)
   batches = kit.run(_batches(_rollouts(kit, fleet, lag=lag), range(4)))
-  assert fleet.pinned == pinned
+  assert fleet.pinned == [(pool, held) for held in pinned for pool in 'ab']
   for update, (batch, held) in enumerate(zip(batches, pinned, strict=True)):
     assert {v for t in batch.trajectories for v in t.versions().tolist()} == {10 + held}
     assert set(batch.stats.staleness) == {update - held}
@@ -123,13 +129,13 @@ def test_keys_pools_and_order_are_those_stated(kit):
         where = {'seed': 7, 'group': group.prompt.group}
         where['member'] = t.member
         assert t.source.pool == 'ab'[routing.fixed(table, **where)]
-        keys = [
+        drawn = [
           call.key.tolist()
           for sampler in fleet.samplers
           for call in sampler.calls
           if call.session == f'0/{group.prompt.group}/{t.member}/0'
         ]
-        assert keys == [session_key(**where).tolist()] * len(t.turns)
+        assert drawn == [keys.key('session', *where.values()).tolist()] * len(t.turns)
 
 
 def test_a_retry_stays_on_its_replica(kit):
@@ -164,13 +170,18 @@ def test_nothing_runs_between_batches_and_no_thread_ever_does(kit):
 def test_a_sampler_that_leaves_its_pin_is_found_out(kit):
   fleet = Fleet(kit)
 
-  async def forgetful(update):
-    await fleet.pin(update)
+  async def forgetful(version):
     fleet.samplers[1].serve(99)
-    return 10 + update
 
+  fleet.samplers[1].pin = forgetful
   with pytest.raises(RolloutError, match=r'pool b sampled by versions \[99\]; expected 10'):
-    kit.run(_batches(_rollouts(kit, fleet, pin=forgetful), range(1)))
+    kit.run(_batches(_rollouts(kit, fleet), range(1)))
+
+
+def test_a_version_that_is_not_known_is_named(kit):
+  rollouts = _rollouts(kit, Fleet(kit), version_of={0: VERSIONS[0]})
+  with pytest.raises(RolloutError, match='no publication of update 1 is known'):
+    kit.run(_batches(rollouts, range(3)))
 
 
 def test_an_interrupted_batch_is_sampled_again(kit):
@@ -189,6 +200,24 @@ def test_an_interrupted_batch_is_sampled_again(kit):
   assert _bytes(kit.run(main())) == _bytes(expected)
 
 
-def test_a_negative_lag_is_refused(kit):
-  with pytest.raises(ValueError, match='lag is -1; expected a number >= 0'):
-    _rollouts(kit, Fleet(kit), lag=-1)
+@pytest.mark.parametrize('turn', range(0, 60, 7))
+def test_a_batch_given_up_at_any_turn_of_the_loop_is_drawn_again(kit, turn):
+  """Whether it was handed out or not: what was is taken, and the next is asked for."""
+
+  async def main():
+    fleet = Fleet(kit, latency=lambda call: float(int(call.key[0]) % 3))
+    rollouts = _rollouts(kit, fleet)
+    batches = [await rollouts.batch(0)]
+    waiting = asyncio.ensure_future(rollouts.batch(1))
+    for _ in range(turn):
+      await asyncio.sleep(0.1)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert all(sampler.open_sessions == () for sampler in fleet.samplers)
+    assert (rollouts.in_flight, rollouts.buffered) == (0, 0)
+    if not waiting.cancelled():
+      batches.append(waiting.result())
+    return batches + await _batches(rollouts, range(len(batches), 4))
+
+  expected = kit.run(_batches(_rollouts(kit, Fleet(kit)), range(4)))
+  assert _bytes(kit.run(main())) == _bytes(expected)
