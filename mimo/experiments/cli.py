@@ -58,17 +58,25 @@ def mistakes() -> Iterator[None]:
 class Flags(argparse.ArgumentParser):
   """The flags of a command, of which each has one line of help."""
 
-  def flag(
-    self, name: str, kind: Callable[[str], Any], default: Any, text: str, value: str = ''
-  ) -> None:
-    """Adds --name=VALUE. The help names the default, unless that is nothing."""
-    stated = '' if default in (None, '') else f' (default {default})'
+  def flag(self, name: str, kind: type, default: Any, text: str, value: str = '') -> None:
+    """Adds --name=VALUE of a kind: int, float or str.
+
+    Its help names the default, unless that is nothing.
+    """
+
+    def parsed(stated: str) -> Any:
+      try:
+        return configuration.value(f'--{name}', kind, stated)
+      except ValueError as error:
+        raise Usage(str(error)) from None
+
+    shown = '' if default in (None, '') else f' (default {default})'
     self.add_argument(
       f'--{name}',
-      type=kind,
+      type=parsed,
       default=default,
-      metavar=value or {int: 'N', float: 'X'}.get(kind, 'TEXT'),  # type: ignore[call-overload]
-      help=f'{text}{stated}'.replace('%', '%%'),
+      metavar=value or {int: 'N', float: 'X', str: 'TEXT'}[kind],
+      help=f'{text}{shown}'.replace('%', '%%'),
     )
 
   def error(self, message: str) -> Any:

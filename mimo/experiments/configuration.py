@@ -135,13 +135,25 @@ def _override(config: config_dict.ConfigDict, key: str, text: str) -> Any:
   if issubclass(kind, config_dict.ConfigDict):
     inside = ', '.join(f'--config.{key}.{name}' for name in node)
     raise ValueError(f'--config.{key} is a section; expected one of its flags: {inside}')
+  holder[part] = value(f'--config.{key}', kind, text)
+  return holder[part]
+
+
+def value(flag: str, kind: type, text: str) -> Any:
+  """Returns the value that a text states. Raises ValueError naming the flag.
+
+  >>> value('--samples', int, '8')
+  8
+  >>> value('--samples', int, 'many')
+  Traceback (most recent call last):
+    ...
+  ValueError: --samples is 'many'; expected a whole number
+  """
   expected, parse = _KINDS[kind]
   try:
-    value = parse(text)
+    return parse(text)
   except (ValueError, KeyError):
-    raise ValueError(f'--config.{key} is {text!r}; expected {expected}') from None
-  holder[part] = value
-  return value
+    raise ValueError(f'{flag} is {text!r}; expected {expected}') from None
 
 
 # The type of a value -> what is expected, and what reads it.

@@ -1,5 +1,11 @@
 """From --config to a ConfigDict. The messages of mistakes are in test_cli.py."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
 
 from mimo.experiments import configuration
@@ -71,6 +77,24 @@ def test_overrides_are_read_by_type(file):
 
 def test_the_last_of_equal_overrides_counts(file):
   assert configuration.read(str(file), [('count', '2'), ('count', '3')]).config.count == 3
+
+
+def test_an_installation_carries_the_experiments(tmp_path):
+  """The layout that setup.py gives a wheel, in a directory that holds nothing else."""
+  package = configuration.DIRECTORY.parent / 'mimo'
+  shutil.copytree(package, tmp_path / 'site' / 'mimo')
+  shutil.copytree(configuration.DIRECTORY, tmp_path / 'site' / 'mimo' / 'configs')
+  (tmp_path / 'empty').mkdir()
+  done = subprocess.run(
+    [sys.executable, '-m', 'mimo.experiments.train', '--config=mixed:grpo', '--print_config'],
+    capture_output=True,
+    text=True,
+    cwd=tmp_path / 'empty',
+    env=os.environ | {'PYTHONPATH': str(tmp_path / 'site')},
+  )
+  assert (done.returncode, done.stderr) == (0, '')
+  assert json.loads(done.stdout)['arm'] == 'grpo'
+  assert not list((tmp_path / 'empty').iterdir())
 
 
 @pytest.mark.parametrize(

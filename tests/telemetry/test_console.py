@@ -68,7 +68,8 @@ def test_a_descriptor_that_is_closed(descriptors, tmp_path):
     '  print("printed", flush=True)\n'
     '  import os; os.system("echo from a child")\n'
     '  file.write("kept")\n'
-    '  print("wrong", file=sys.stderr)\n'
+    '  sys.stderr.write("wrong")\n'
+    '  sys.stdout.write("as a library does")\n'
   )
   done = subprocess.run(
     ['/bin/sh', '-c', f'"$0" -c "$1" {descriptors}', sys.executable, script], cwd=_ROOT
