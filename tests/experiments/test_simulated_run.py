@@ -1,6 +1,7 @@
 """Whole simulated runs of a tiny policy: equal twice, and equal when they are killed between."""
 
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -10,7 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from mimo.experiments import cli, train
+from mimo.experiments import cli, run, train
+from mimo.rollouts import schedules
+from mimo.rollouts.clock import VirtualLoop
 from mimo.telemetry import writers
 from mimo.weights.checkpoints import load_policy
 
@@ -68,14 +71,37 @@ def _leaves(directory):
   return [np.asarray(leaf) for leaf in jax.tree.leaves(load_policy(str(directory))[1])]
 
 
-def test_a_killed_run_goes_on_bit_for_bit(simulated_config, tmp_path):
-  """Checkpoints are at 2, 4 and 6, so update 5 is lost to the kill."""
+class _StoppedLoop(VirtualLoop):
+  """Sends SIGTERM at a virtual time."""
+
+  def __init__(self, secs):
+    super().__init__()
+    poll, sent = self._jumping.select, []
+
+    def select(timeout=None):
+      if self.time() >= secs and not sent:
+        sent.append(os.kill(os.getpid(), signal.SIGTERM))
+      return poll(timeout)
+
+    self._jumping.select = select
+
+
+def test_a_killed_run_and_a_stopped_one_go_on_bit_for_bit(simulated_config, tmp_path, monkeypatch):
+  """tests/rollouts/test_redraw.py kills at every seventh turn of the loop, with stand-ins.
+
+  Checkpoints are at 2, 4 and 6, so update 5 is lost to the kill; the next start is stopped while it
+  waits for the batch after update 5, which it then saves.
+  """
   train.train(simulated_config, str(tmp_path / 'whole'))
   broken = tmp_path / 'broken'
   killed = _kill(simulated_config, broken, 5)
   assert killed.returncode == -signal.SIGKILL, killed.stderr
+  secs = [r['sampling/secs'] for r in _records(tmp_path / 'whole') if 'rollout/reward' in r]
+  monkeypatch.setattr(schedules, 'VirtualLoop', lambda: _StoppedLoop(sum(secs[:5]) + 3.5))
   train.train(simulated_config, str(broken))
-  assert (broken / 'starts').read_text().split() == ['0', '4']
+  monkeypatch.undo()
+  train.train(simulated_config, str(broken))
+  assert (broken / 'starts').read_text().split() == ['0', '4', '5']
   assert _records(broken) == _records(tmp_path / 'whole')
   for ours, theirs in zip(_leaves(broken), _leaves(tmp_path / 'whole'), strict=True):
     np.testing.assert_array_equal(ours, theirs)
@@ -105,3 +131,19 @@ def test_bad_input_is_refused(simulated_config, tmp_path, key, value, words):
     simulated_config.update_from_flattened_dict({key: value})
   with pytest.raises(cli.Mistake, match=words):
     train.train(simulated_config, str(tmp_path / 'run'))
+
+
+def test_a_version_that_the_store_lost_is_named(simulated_config, tmp_path, monkeypatch):
+  async def evaluate(self, update):
+    self.evaluated.add(update)
+
+  monkeypatch.setattr(run.Run, 'evaluate', evaluate)
+  with simulated_config.unlocked():
+    simulated_config.updates = 3
+    simulated_config.checkpoints.every_updates = 2
+  directory = tmp_path / 'run'
+  train.train(simulated_config, str(directory))
+  for manifest in (directory / 'store').rglob('manifests/bf16/00000001.json'):
+    manifest.unlink()
+  with pytest.raises(cli.Mistake, match='holds no publication of update 0; expected every one'):
+    train.train(simulated_config, str(directory))
