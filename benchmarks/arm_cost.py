@@ -90,8 +90,9 @@ def updater(name: str, model: ModelConfig, batch: Batch) -> Callable[[], Any]:
   """Returns a function that makes one update of this arm and returns its metrics."""
   trainer = Trainer(
     model,
-    TrainerConfig(learning_rate=1e-6),
+    TrainerConfig(learning_rate=1e-6, max_grad_norm=0.0, warmup_updates=0),
     correction=arm(name).correction,
+    temperature=1.0,
     num_sources=3,
     mesh=make_mesh(),
   )

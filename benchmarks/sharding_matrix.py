@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from mimo import objectives
-from mimo.experiments.settings import mesh_sizes
 from mimo.models import decoder
 from mimo.models.config import ModelConfig
 from mimo.trainer import packing, sharding
@@ -158,10 +157,13 @@ def totals(case: Case, mesh: str, **changes: Any) -> Any:
   """Returns the sums over the micro-batch on a mesh, on the host: gradients, loss, aux."""
   trainer = Trainer(
     case.model,
-    TrainerConfig(learning_rate=1e-3, head_chunk_tokens=32, **changes),
+    TrainerConfig(
+      learning_rate=1e-3, max_grad_norm=0.0, warmup_updates=0, head_chunk_tokens=32, **changes
+    ),
     correction=objectives.arm('sc_mis').correction,
+    temperature=1.0,
     num_sources=2,
-    mesh=sharding.make_mesh(**mesh_sizes(mesh)),
+    mesh=sharding.make_mesh(**TrainerConfig(mesh=mesh).mesh_sizes()),
   )
   params = trainer.init_state(case.params).params
   denominator = jax.device_put(np.float32(case.micro.mask.sum()), sharding.replicated(trainer.mesh))

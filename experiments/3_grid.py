@@ -4,7 +4,8 @@
 
 `mimo ablate --config=ablation` runs a grid of fleets, arms and seeds and keeps each finished cell
 as CSV in `experiments/results`. This notebook loads whatever cells there are and draws them again,
-in seconds: nothing is run.
+in seconds: nothing is run. It starts from those of the commit `ff4595f`, which docs/study.md is
+about.
 """
 
 # %%
@@ -14,37 +15,39 @@ import lesson
 import numpy as np
 
 from mimo.experiments import cells
+from mimo.experiments.results import Kept, Results
 from mimo.telemetry import study, study_data
 
 # %% [markdown]
 # ## Loading
 #
-# A file is named `fleet-arm-staleness-key.csv`; the key is a hash of the configuration. Where a
-# kind of cell has files of several configurations, the one of `configs/ablation.py` as it is now
-# counts, else the one with the most rows: two configurations are never mixed in one curve.
+# `cells.json` says what each file is of: its cell, the policy that its runs began from, and the
+# values that differ from the defaults. Where a kind of cell has files of several configurations,
+# the one of `configs/ablation.py` as it is now counts, else the one with the most rows: two
+# configurations are never mixed in one curve.
 
 # %%
 stated = runpy.run_path(str(lesson.ROOT / 'configs' / 'ablation.py'))
+results = Results(lesson.RESULTS)
 
 
-def is_current(kind: str, key: str) -> bool:
-  """Returns whether a file's key is that of the configuration as it is now."""
+def is_current(kept: Kept) -> bool:
+  """Returns whether a file is of the configuration as it is now."""
   try:
-    return cells.key(cells.resolve(stated['get_config'], cells.Cell(kind, 0))) == key
+    experiment = cells.resolve(stated['get_config'], cells.Cell(kept.kind, 0))
   except ValueError:  # a kind that it has no longer
     return False
+  return results.find(kept.kind, experiment) == kept
 
 
-found: dict[str, list[tuple[bool, int, str]]] = {}
-loaded = {path.name: cells.read_csv(path) for path in sorted(lesson.RESULTS.glob('*.csv'))}
-for name, rows in loaded.items():
-  *kind, key = name.removesuffix('.csv').split('-')
-  found.setdefault('/'.join(kind), []).append((is_current('/'.join(kind), key), len(rows), name))
+found: dict[str, list[tuple[bool, int, Kept]]] = {}
+for kept in results.kept:
+  found.setdefault(kept.kind, []).append((is_current(kept), len(results.rows(kept)), kept))
 points = []
 for kind, files in found.items():
-  current, count, name = max(files)
-  points += loaded[name]
-  print(f'{kind}: {count} points' + ('' if current else f', of another configuration ({name})'))
+  current, count, kept = max(files, key=lambda file: file[:2])
+  points += results.rows(kept)
+  print(f'{kind}: {count} points' + ('' if current else f', of other values ({kept.file})'))
 if not points:
   print(
     f'{lesson.RESULTS} holds no finished cell, so there is nothing to draw. To make some:\n'

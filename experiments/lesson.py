@@ -2,7 +2,7 @@
 
 MIMO_NOTEBOOK_SHORT=1      runs every notebook in seconds, as the tests do
 MIMO_NOTEBOOK_OUT=DIR      where figures and runs go, in place of runs/notebooks
-MIMO_NOTEBOOK_RESULTS=DIR  finished cells of a grid, in place of experiments/results
+MIMO_NOTEBOOK_RESULTS=DIR  finished cells of a grid, in place of experiments/results/ff4595f
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from mimo.telemetry import figures
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SHORT = os.environ.get('MIMO_NOTEBOOK_SHORT') == '1'
 OUT = pathlib.Path(os.environ.get('MIMO_NOTEBOOK_OUT', ROOT / 'runs' / 'notebooks')).resolve()
-RESULTS = pathlib.Path(os.environ.get('MIMO_NOTEBOOK_RESULTS', ROOT / 'experiments' / 'results'))
+RESULTS = pathlib.Path(
+  os.environ.get('MIMO_NOTEBOOK_RESULTS', ROOT / 'experiments' / 'results' / 'ff4595f')
+)
 
 _T = TypeVar('_T')
 

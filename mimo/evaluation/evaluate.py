@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mimo import keys
+from mimo import checks, keys
 from mimo.evaluation import passk
 from mimo.samplers.base import Sampler
 from mimo.tasks.base import Task
@@ -26,6 +26,23 @@ KS = (1, 2, 4, 8, 16)
 
 # What broken attempts said: enough to see what is wrong, however many there are.
 ERRORS_KEPT = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+  """When a run is evaluated: the section `evaluation` of a configuration.
+
+  Attributes:
+    every_updates: evaluates after every so many updates, beside the first and last; 0: those only.
+    samples: samples per held-out task.
+  """
+
+  every_updates: int = 20
+  samples: int = 4
+
+  def __post_init__(self) -> None:
+    checks.whole('every_updates', self.every_updates, least=0)
+    checks.whole('samples', self.samples, least=1, most=2**12)
 
 
 class EpisodeRunner(Protocol):

@@ -4,9 +4,10 @@ r"""Runs a grid of cells (fleet, arm, staleness, seed) and draws its report.
         [--grid=quick|main|more|all|search] [--config.updates=N ...] [--results=DIR] [--workers=N]
 
 As many cells run at a time as there are cores, each in a process on a core of its own. A finished
-cell is written to --results (a CSV file per kind of cell) and never run again as long as its
-resolved configuration is the same; one that was stopped goes on from its last checkpoint. The same
-command goes on with a grid, or, where nothing is left to do, draws its report again.
+cell is written to --results (a CSV file per kind of cell, and cells.json, which says what each is
+of) and never run again as long as no value differs; one that was stopped goes on from its last
+checkpoint. The same command goes on with a grid, or, where nothing is left to do, draws its report
+again: of results of an earlier revision, that alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import ctypes
 import dataclasses
 import fcntl
+import functools
 import json
 import os
 import pathlib
@@ -29,8 +31,10 @@ from typing import Any, TextIO
 
 from ml_collections import config_dict
 
-from mimo.experiments import base_policy, cli, settings
-from mimo.experiments.cells import Cell, Results, key, resolve, rows
+from mimo import checks
+from mimo.experiments import base_policy, cli, configuration, schema
+from mimo.experiments.cells import Cell, resolve, rows
+from mimo.experiments.results import REVISION, Results, digest
 from mimo.experiments.train import train
 from mimo.telemetry import console, names, study, writers
 
@@ -46,15 +50,15 @@ _LARGE = ('store', 'checkpoints', 'tensorboard')
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Job:
-  """A cell, its resolved configuration and the hash by which its results are kept."""
+  """A cell and its experiment."""
 
   cell: Cell
-  config: config_dict.ConfigDict
-  key: str
+  experiment: schema.Experiment
 
-  @property
+  @functools.cached_property
   def name(self) -> str:
-    return f'{self.cell.slug}-{self.key}'
+    """What its directory and its files are called: other values are another name."""
+    return f'{self.cell.slug}-{digest(self.cell.kind, self.experiment)}'
 
 
 def jobs(
@@ -67,13 +71,8 @@ def jobs(
   Raises ValueError for a configuration that cannot be meant.
   """
   kinds, seeds = grid
-  out = []
-  for seed in seeds:
-    for kind in kinds:
-      config = resolve(get_config, Cell(kind, seed), overrides)
-      settings.check(config)
-      out.append(Job(Cell(kind, seed), config, key(config)))
-  return out
+  cells = [Cell(kind, seed) for seed in seeds for kind in kinds]
+  return [Job(cell, resolve(get_config, cell, overrides)) for cell in cells]
 
 
 class Runner:
@@ -108,7 +107,7 @@ class Runner:
     """Runs every job that is not finished. `show` is called as things change, and now and then."""
     waiting = []
     for job in todo:
-      done = bool(self._results.read(job.cell, job.key))
+      done = bool(self._results.read(job.cell, job.experiment))
       self.states[job] = 'finished' if done else 'waiting'
       if not done:
         waiting.append(job)
@@ -135,8 +134,8 @@ class Runner:
     return self._workdir / 'logs' / f'{job.name}.txt'
 
   def _start(self, core: int, job: Job) -> None:
-    config = job.config.to_dict()
-    config['policy'] = config['policy'] or self._policy
+    policy = job.experiment.policy or self._policy
+    config = schema.plain(dataclasses.replace(job.experiment, policy=policy))
     stated = self._workdir / 'configs' / f'{job.name}.json'
     for path in (stated, self.log(job), self.directory(job)):
       path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,10 +162,10 @@ class Runner:
       self.states[job] = f'failed ({process.returncode})'
       return True
     found = rows(job.cell, self.directory(job) / 'metrics.jsonl')
-    if found[-1]['update'] < job.config.updates:
+    if found[-1]['update'] < job.experiment.updates:
       self.states[job] = 'stopped'
       return True
-    self._results.add(job.cell, job.key, found)
+    self._results.add(job.cell, job.experiment, found)
     for name in _LARGE:
       shutil.rmtree(self.directory(job) / name, ignore_errors=True)
     self.states[job] = 'finished'
@@ -187,11 +186,11 @@ def table(states: dict[Job, str], runner: Runner, results: Results) -> str:
   lines = [f'{"cell":<36}{"state":<14}{"update":>9}  {"pass@1":>7}  {"base":>7}']
   for job, state in states.items():
     scored = names.of_eval('heldout', 'pass@1')
-    known = results.read(job.cell, job.key) if state == 'finished' else []
+    known = results.read(job.cell, job.experiment) if state == 'finished' else []
     if state == 'running' and (metrics := runner.directory(job) / 'metrics.jsonl').exists():
       known = [{'update': record['step'], **record} for record in writers.read(metrics)]
     scores = [row[scored] for row in known if scored in row]
-    update = f'{max((row["update"] for row in known), default=0)}/{job.config.updates}'
+    update = f'{max((row["update"] for row in known), default=0)}/{job.experiment.updates}'
     shown = [f'{score:7.3f}' for score in (scores[-1:] + scores[:1])] or ['-', '-']
     lines.append(f'{job.cell!s:<36}{state:<14}{update:>9}  {shown[0]:>7}  {shown[1]:>7}')
   done = sum(state == 'finished' for state in states.values())
@@ -210,14 +209,20 @@ def ablate(
 ) -> pathlib.Path:
   """Runs what is left of a grid, and draws its report. Returns the report's path.
 
+  Results of an earlier revision gain no cells: what they hold of the grid is drawn.
+
   Raises cli.Mistake for what cannot be meant, and at the end where a cell failed.
   """
   with cli.mistakes():
     todo = jobs(get_config, grid, overrides)
+    kept = Results(results)
+    missing = [job for job in todo if not kept.read(job.cell, job.experiment)]
+    if kept.revision != REVISION:
+      todo = _those_kept(todo, missing, kept)
+      missing = []
     workdir.mkdir(parents=True, exist_ok=True)
     lock = _lock(workdir)
-  kept = Results(results)
-  if any(not job.config.policy and not kept.read(job.cell, job.key) for job in todo):
+  if any(not job.experiment.policy for job in missing):
     policy = str(
       base_policy.make(
         workdir,
@@ -229,7 +234,7 @@ def ablate(
   runner = Runner(workdir, kept, policy, workers, command)
   runner.run(todo, lambda: console.say(table(runner.states, runner, kept)))
   lock.close()
-  points = [row for job in todo for row in kept.read(job.cell, job.key)]
+  points = [row for job in todo for row in kept.read(job.cell, job.experiment)]
   written = study.write(workdir, points) if points else None
   failed = [job for job in todo if runner.states[job] != 'finished']
   if failed:
@@ -239,6 +244,21 @@ def ablate(
     )
   assert written is not None, 'a grid has cells'
   return written
+
+
+def _those_kept(todo: Sequence[Job], missing: Sequence[Job], kept: Results) -> list[Job]:
+  """Returns the jobs whose results are kept, where no other may be added to them."""
+  if len(missing) == len(todo):
+    raise ValueError(
+      f'--results: {kept.directory} keeps cells of revision {kept.revision}, and {todo[0].cell} is '
+      f'none of them; expected a directory of revision {REVISION}, or a new one'
+    )
+  if missing:
+    console.say(
+      f'{kept.directory} keeps {len(todo) - len(missing)} of {len(todo)} cells, of revision '
+      f'{kept.revision}, and gains none'
+    )
+  return [job for job in todo if job not in missing]
 
 
 def _cores() -> list[int]:
@@ -297,12 +317,12 @@ def main(given: argparse.Namespace) -> None:
   if given.cell:
     _run_cell(given.cell)
     return
-  experiment = cli.experiment(given)
   with cli.mistakes():
+    experiment = configuration.read(given.config, given.overrides)
     stated = runpy.run_path(str(experiment.file))
     if 'GRIDS' not in stated:
       raise ValueError(f'{experiment.file} defines no GRIDS; expected a file as ablation.py')
-    settings.one_of('--grid', given.grid, stated['GRIDS'])
+    checks.one_of('--grid', given.grid, stated['GRIDS'])
   signal.signal(signal.SIGTERM, signal.default_int_handler)
   try:
     written = ablate(

@@ -43,11 +43,25 @@ RECIPE = dataclasses.replace(
 # they do not of a large one (see docs/study.md).
 OCTAVES = 1.75
 _SEED = 0
+# In a policy that this module made: its digest.
+NOTE = 'base_policy.txt'
 
 
-def digest() -> str:
+def digest(octaves: float = OCTAVES) -> str:
   """Returns a hash of all that the policy is made from."""
-  return hashlib.sha256(repr((MODEL, RECIPE, OCTAVES, _SEED)).encode()).hexdigest()
+  return hashlib.sha256(repr((MODEL, RECIPE, octaves, _SEED)).encode()).hexdigest()
+
+
+def identity(policy: str) -> str:
+  """Returns what tells policies apart: the digest of one that this module makes, else its path.
+
+  Args:
+    policy: a path, or '' for the study's own.
+  """
+  note = pathlib.Path(policy) / NOTE
+  if policy and not note.is_file():
+    return policy
+  return note.read_text(encoding='utf-8').strip() if policy else digest()
 
 
 def make(
@@ -69,7 +83,8 @@ def make(
 def _write(path: pathlib.Path, octaves: float, on_step: Callable[[int, float], None]) -> None:
   params = pretrain.teach(RECIPE, _SEED, on_step, MODEL)
   params = with_unlike_channels(MODEL, params, octaves, _SEED)
-  write_model(path, MODEL, params, vocabulary.tokenizer_files())
+  note = {NOTE: f'{digest(octaves)}\n'.encode()}
+  write_model(path, MODEL, params, {**vocabulary.tokenizer_files(), **note})
 
 
 def with_unlike_channels(

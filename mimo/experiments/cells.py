@@ -1,39 +1,22 @@
 """The cells of a grid: what each changes, and the results that are kept of it.
 
-A cell is `fleet/arm/staleness` with a seed. A kind of cell (all seeds) keeps one CSV file, named by
-a hash of its resolved configuration: of another configuration, results are never mixed in.
+A cell is `fleet/arm/staleness` with a seed. What its runs are is told by its kind, the revision of
+what a run does, the policy it begins from, and the values that differ from the schema's defaults
+(see `mimo.experiments.results`, which keeps them).
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import hashlib
-import io
-import json
 import math
 import os
-import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ml_collections import config_dict
 
-from mimo.experiments import base_policy
+from mimo.experiments import schema
 from mimo.telemetry import names, writers
-
-# What says nothing of a result: where things are kept and computed, and how often.
-_NOT_HASHED = (
-  'seed',
-  'policy',
-  'checkpoints.every_updates',
-  'wandb_project',
-  'trainer.mesh',
-  'trainer.offload',
-  'trainer.remat',
-)
-# Raised when what a cell does changes with its configuration left as it is.
-_REVISION = 1
 
 LABELS = ('fleet', 'arm', 'staleness', 'seed', 'update')
 _MEANS = (
@@ -82,39 +65,20 @@ def resolve(
   get_config: Callable[[str], config_dict.ConfigDict],
   cell: Cell,
   overrides: Mapping[str, Any] | None = None,
-) -> config_dict.ConfigDict:
-  """Returns the configuration of a cell, with the same overrides as every other cell.
+) -> schema.Experiment:
+  """Returns the experiment of a cell, with the same overrides as every other cell.
 
-  Raises ValueError for an override of a key that the cell does not have.
+  Raises ValueError for an override of a key that the cell does not have, and for what cannot be
+  meant.
   """
-  config = get_config(cell.kind)
-  unknown = sorted({*(overrides or {})} - {*_leaves(config.to_dict())})
+  config, stated = get_config(cell.kind), dict(overrides or {})
+  unknown = sorted({*stated} - {*schema.flat(schema.parse(config))})
   if unknown:
     raise ValueError(f'{cell} has no key {unknown[0]!r}; expected overrides that fit every cell')
   with config.unlocked():
-    config.update_from_flattened_dict(dict(overrides or {}))
+    config.update_from_flattened_dict(stated)
     config.seed = cell.seed
-  return config
-
-
-def key(config: config_dict.ConfigDict) -> str:
-  """Returns the hash by which results of a configuration are kept; it is that of every seed."""
-  leaves = _leaves(config.to_dict())
-  tree = {name: value for name, value in leaves.items() if name not in _NOT_HASHED}
-  policy = config.policy or base_policy.digest()
-  text = json.dumps([_REVISION, policy, tree], sort_keys=True)
-  return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  """Returns the values of a nested mapping by dotted name."""
-  out: dict[str, Any] = {}
-  for name, value in tree.items():
-    if isinstance(value, Mapping):
-      out |= _leaves(value, f'{prefix}{name}.')
-    else:
-      out[f'{prefix}{name}'] = value
-  return out
+  return schema.parse(config)
 
 
 def rows(cell: Cell, metrics: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -155,59 +119,3 @@ def _summary(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _is_number(value: Any) -> bool:
   """Returns whether a record's value is a scalar that was measured; histograms share names."""
   return isinstance(value, int | float) and math.isfinite(value)
-
-
-class Results:
-  """The CSV files of a study, one per kind of cell and configuration."""
-
-  def __init__(self, directory: pathlib.Path) -> None:
-    self.directory = directory
-
-  def path(self, cell: Cell, config_key: str) -> pathlib.Path:
-    """Returns where a cell's rows are kept, with those of its other seeds."""
-    return self.directory / f'{cell.kind.replace("/", "-")}-{config_key}.csv'
-
-  def read(self, cell: Cell, config_key: str) -> list[dict[str, Any]]:
-    """Returns a cell's rows, none where it is not finished."""
-    path = self.path(cell, config_key)
-    if not path.exists():
-      return []
-    return [row for row in read_csv(path) if row['seed'] == cell.seed]
-
-  def add(self, cell: Cell, config_key: str, new: Sequence[Mapping[str, Any]]) -> None:
-    """Keeps a finished cell's rows; the file is replaced whole."""
-    path = self.path(cell, config_key)
-    kept = read_csv(path) if path.exists() else []
-    kept = [row for row in kept if row['seed'] != cell.seed]
-    self.directory.mkdir(parents=True, exist_ok=True)
-    write_csv(path, sorted([*kept, *new], key=lambda row: (row['seed'], row['update'])))
-
-
-def write_csv(path: pathlib.Path, table: Iterable[Mapping[str, Any]]) -> None:
-  """Writes rows under the union of their columns, labels first; what a row lacks is empty."""
-  table = list(table)
-  columns = sorted({name for row in table for name in row} - {*LABELS})
-  text = io.StringIO()
-  writer = csv.writer(text, lineterminator='\n')
-  writer.writerow([*LABELS, *columns])
-  for row in table:
-    numbers = ['' if row.get(name) is None else f'{row[name]:.6g}' for name in columns]
-    writer.writerow([*(row[name] for name in LABELS), *numbers])
-  partial = path.with_name(f'.{path.name}.partial')
-  partial.write_text(text.getvalue(), encoding='utf-8')
-  os.replace(partial, path)
-
-
-def read_csv(path: pathlib.Path) -> list[dict[str, Any]]:
-  """Returns what `write_csv` wrote, empty fields left out."""
-  with open(path, encoding='utf-8', newline='') as file:
-    return [
-      {name: _value(name, text) for name, text in row.items() if text != ''}
-      for row in csv.DictReader(file)
-    ]
-
-
-def _value(name: str, text: str) -> Any:
-  if name in ('seed', 'update'):
-    return int(text)
-  return text if name in LABELS else float(text)

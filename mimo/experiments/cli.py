@@ -48,6 +48,8 @@ def mistakes() -> Iterator[None]:
   """
   try:
     yield
+  except configuration.Misstated as error:
+    raise Usage(str(error)) from error
   except ValueError as error:
     raise Mistake(str(error)) from error
   except OSError as error:
@@ -128,14 +130,6 @@ class Command:
     return flags
 
 
-def experiment(given: argparse.Namespace) -> configuration.Stated:
-  """Returns the configuration that --config and its overrides state. Raises Usage."""
-  try:
-    return configuration.read(given.config, given.overrides)
-  except ValueError as error:
-    raise Usage(str(error)) from error
-
-
 def required(given: argparse.Namespace, **expected: str) -> None:
   """Raises Usage for the first flag that is missing, of `name='what is expected'`."""
   for name, what in expected.items():
@@ -209,7 +203,9 @@ def _run(command: Command, argv: Sequence[str]) -> int:
     raise Usage(_unknown(unknown[0], sorted(vars(given))))
   given.overrides = overrides
   if command.takes_config and given.print_config:
-    console.say(json.dumps(experiment(given).config.to_dict(), indent=2))
+    with mistakes():
+      stated = configuration.read(given.config, given.overrides)
+    console.say(json.dumps(stated.config.to_dict(), indent=2))
     return 0
   if command.check is not None and given.dry_run:
     console.say(command.check(given))

@@ -28,6 +28,14 @@ DIRECTORY = next(
 )
 
 
+class Misstated(ValueError):
+  """A command line states an experiment that there is not: a mistake in the command itself."""
+
+
+class UnknownKey(Misstated):
+  """A configuration states a key that the schema does not have."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Stated:
   """An experiment as the command line states it.
@@ -69,14 +77,17 @@ def read(text: str | None, overrides: Sequence[tuple[str, str]]) -> Stated:
     overrides: (dotted key, text of its value).
 
   Raises:
-    ValueError: there is no such file, it is in error, or an override does not fit; in one line.
+    Misstated: there is no such file, it is in error, or an override does not fit; in one line.
   """
   if not text:
-    raise ValueError(f'--config is missing; expected a file or one of {_listed()}')
+    raise Misstated(f'--config is missing; expected a file or one of {_listed()}')
   name, colon, argument = text.partition(':')
-  file = find(name)
-  config = _load(file, *([argument] if colon else []))
-  applied = {key: _override(config, key, value) for key, value in overrides}
+  try:
+    file = find(name)
+    config = _load(file, *([argument] if colon else []))
+    applied = {key: _override(config, key, value) for key, value in overrides}
+  except ValueError as error:
+    raise Misstated(str(error)) from error
   return Stated(file, config.lock(), applied)
 
 

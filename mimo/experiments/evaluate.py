@@ -17,10 +17,9 @@ import pathlib
 import sys
 import tempfile
 
-from ml_collections import config_dict
-
 from mimo.evaluation.evaluate import EvalResult, full_vocabulary
-from mimo.experiments import cli, factories, settings
+from mimo.experiments import cli, configuration, factories
+from mimo.experiments.schema import Experiment, parse
 from mimo.tasks.base import Task
 from mimo.telemetry import console
 from mimo.telemetry.progress import evaluation_line
@@ -54,20 +53,19 @@ async def evaluate(policy: factories.Policy, task: Task, *, samples: int, seed: 
 
 
 def _plan(
-  config: config_dict.ConfigDict, checkpoint: str, samples: int, out: str | None
+  experiment: Experiment, checkpoint: str, samples: int, out: str | None
 ) -> tuple[factories.Policy, Task]:
   """Reads what the flags name. Raises ValueError or OSError."""
-  settings.check(config)
   if out and pathlib.Path(out).is_dir():
     raise ValueError(f'--out: {out} is a directory; expected a file')
   if samples < 1:
     raise ValueError(f'--samples is {samples}; expected at least 1')
   if out and not pathlib.Path(out).absolute().parent.is_dir():
     raise ValueError(f'--out: {pathlib.Path(out).parent} is no directory; expected one that exists')
-  policy = factories.make_policy(checkpoint, config.task)
+  policy = factories.make_policy(checkpoint, experiment.task)
   # Read now, while what is wrong with them is the user's mistake.
   policy = dataclasses.replace(policy, weights=policy.params)
-  task = factories.make_task(config.task, policy)
+  task = factories.make_task(experiment.task, policy)
   if not task.size('heldout'):
     raise ValueError(f"task {task.name}: split 'heldout' holds no tasks; expected at least one")
   return policy, task
@@ -82,16 +80,17 @@ def define_flags(flags: cli.Flags) -> None:
 
 def main(given: argparse.Namespace) -> None:
   """Runs the command."""
-  config = cli.experiment(given).config
+  with cli.mistakes():
+    experiment = parse(configuration.read(given.config, given.overrides).config)
   cli.required(given, checkpoint='an Orbax or Hugging Face checkpoint')
   with cli.mistakes():
-    policy, task = _plan(config, given.checkpoint, given.samples, given.out)
+    policy, task = _plan(experiment, given.checkpoint, given.samples, given.out)
   result = asyncio.run(
     evaluate(
       policy,
       task,
       samples=given.samples,
-      seed=config.seed,
+      seed=experiment.seed,
     )
   )
   if given.out:

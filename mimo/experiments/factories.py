@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run. ConfigDict stops here."""
+"""From the sections of an experiment to the parts of a run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import config_dict
 
-from mimo import fleet, objectives
+from mimo import checks, fleet
 from mimo.evaluation import evaluate as evaluation
-from mimo.experiments import servers, settings
+from mimo.experiments import servers
+from mimo.experiments.schema import Experiment
 from mimo.models.config import ModelConfig
-from mimo.rollouts.base import RolloutOptions, RolloutSettings, VirtualOptions
+from mimo.rollouts.base import VirtualOptions
 from mimo.rollouts.session import EpisodeSpec, run_episode
 from mimo.samplers.base import PinnableSampler, Sampler
 from mimo.samplers.engine import EngineSettings
@@ -28,10 +28,6 @@ from mimo.samplers.pace import DelayedFeed, PoolSpeed
 from mimo.tasks import arithmetic, repair
 from mimo.tasks.base import Task
 from mimo.tasks.slow import slow
-from mimo.trainer.packing import Bucket
-from mimo.trainer.sharding import make_mesh
-from mimo.trainer.state import TrainerConfig
-from mimo.trainer.update import Trainer
 from mimo.types import PromptRef, SamplingParams, Source, Trajectory
 from mimo.weights import sources
 from mimo.weights.calibration import calibrate
@@ -98,7 +94,7 @@ _OWN_POLICIES = {'repair': repair.POLICY_DIR}
 
 def make_policy(path: str, task: str) -> Policy:
   """Reads a checkpoint, or where `path` is '' the base policy of the task called `task`."""
-  settings.one_of('task', task, _TASKS)
+  checks.one_of('task', task, _TASKS)
   if not path and task not in _OWN_POLICIES:
     raise ValueError(
       f'policy is empty and task {task} ships none; expected a checkpoint: a Hugging Face '
@@ -110,7 +106,7 @@ def make_policy(path: str, task: str) -> Policy:
 
 def make_task(name: str, policy: Policy) -> Task:
   """Returns the task called `name`, for a policy whose vocabulary holds its tokens."""
-  task = _TASKS[settings.one_of('task', name, _TASKS)](policy.tokenizer_files)
+  task = _TASKS[checks.one_of('task', name, _TASKS)](policy.tokenizer_files)
   highest = max(int(task.start('train', 0).prompt.max()), *task.stop_ids)
   if highest >= policy.model.vocab_size:
     raise ValueError(
@@ -120,99 +116,18 @@ def make_task(name: str, policy: Policy) -> Task:
   return task
 
 
-def make_arm(config: config_dict.ConfigDict) -> objectives.Arm:
-  """Returns the arm, with the configuration's bounds of the ratio."""
-  arm = objectives.arm(config.arm)
-  bounds = {'low': config.objective.low, 'high': config.objective.high}
-  return dataclasses.replace(arm, correction=dataclasses.replace(arm.correction, **bounds))
+def check_pools(pools: Sequence[fleet.Pool], policy: Policy) -> None:
+  """Raises ValueError naming a pool whose format does not fit the policy, or that has no server.
 
-
-def make_pools(config: config_dict.ConfigDict) -> tuple[fleet.Pool, ...]:
-  """Returns the fleet, in the order of names."""
-  pools = []
-  for name, options in sorted(config.pools.items()):
-    count, accelerator = _accelerator(name, options.accelerator)
-    pool = fleet.Pool(
-      name=name,
-      accelerator=accelerator,
-      gpus_per_replica=count,
-      replicas=1,
-      format=options.format,
-      kv_cache_dtype=options.kv_cache_dtype,
-      prefix_cache=options.prefix_cache,
-      sessions_per_replica=options.sessions,
-      usd_per_gpu_hour=0.0 if accelerator == servers.CPU else fleet.list_price(accelerator),
-      turns_per_hour=options.turns_per_hour,
-    )
-    if options.server == 'vllm':
-      servers.check_pool(name, pool)
-    pools.append(pool)
-  return tuple(pools)
-
-
-def _accelerator(pool: str, stated: str) -> tuple[int, str]:
-  """Returns how many GPUs one replica takes, and which: 'H100', or '2xH100'."""
-  count, times, name = stated.partition('x')
-  if not (times and count.isdigit()):
-    return 1, stated
-  if int(count) < 1:
-    raise ValueError(f'pools.{pool}.accelerator is {stated!r}; expected at least one GPU')
-  return int(count), name
-
-
-def make_sampling(
-  config: config_dict.ConfigDict, arm: objectives.Arm, task: Task
-) -> SamplingParams:
-  """Returns how the pools draw: from their nucleus where the arm replays it."""
-  return SamplingParams(
-    temperature=config.sampling.temperature,
-    top_p=config.sampling.top_p if arm.topp else 1.0,
-    top_k=config.sampling.top_k if arm.topp else 0,
-    candidates=config.sampling.candidates,
-    max_turn_tokens=task.max_turn_tokens,
-    stop_ids=task.stop_ids,
-  )
-
-
-def make_trainer_config(config: config_dict.ConfigDict) -> TrainerConfig:
-  """Returns the settings of the update."""
-  options = config.trainer
-  copied = (
-    'learning_rate',
-    'b2',
-    'weight_decay',
-    'max_grad_norm',
-    'warmup_updates',
-    'head_chunk_tokens',
-    'compute_dtype',
-    'remat',
-    'freeze_router',
-    'replay_routes',
-  )
-  return TrainerConfig(
-    temperature=config.sampling.temperature,
-    offload=tuple(filter(None, map(str.strip, options.offload.split(',')))),
-    **{name: options[name] for name in copied},
-  )
-
-
-def make_trainer(
-  config: config_dict.ConfigDict, model: ModelConfig, arm: objectives.Arm, num_sources: int
-) -> Trainer:
-  """Returns the update, which compiles at its first use."""
-  return Trainer(
-    model,
-    make_trainer_config(config),
-    correction=arm.correction,
-    num_sources=num_sources,
-    mesh=make_mesh(**settings.mesh_sizes(config.trainer.mesh)),
-  )
-
-
-def make_buckets(config: config_dict.ConfigDict) -> tuple[Bucket, ...]:
-  """Returns the shape of micro-batches."""
-  options = config.trainer
-  return (Bucket(options.row_tokens, options.row_trained_tokens, options.rows),)
+  What a pool is by itself it has checked already.
+  """
+  for pool in pools:
+    try:
+      check_format(policy.model, pool.format)
+    except ValueError as error:
+      raise ValueError(f'pools.{pool.name}.format: {error}') from None
+    if pool.server == 'vllm':
+      servers.check_pool(pool)
 
 
 def input_scales(policy: Policy, task: Task) -> dict[str, float]:
@@ -223,42 +138,34 @@ def input_scales(policy: Policy, task: Task) -> dict[str, float]:
 
 
 def make_views(
-  config: config_dict.ConfigDict, pools: Sequence[fleet.Pool], policy: Policy, task: Task
+  pools: Sequence[fleet.Pool], policy: Policy, task: Task, *, block_scale: str
 ) -> dict[str, ViewSpec]:
   """Returns the views to publish, by name: one per format served, and the evaluation's."""
-  for pool in pools:
-    try:
-      check_format(policy.model, pool.format)
-    except ValueError as error:
-      raise ValueError(f'pools.{pool.name}.format: {error}') from None
   formats = sorted({pool.format for pool in pools} | {EVALUATION_VIEW})
   scales = input_scales(policy, task) if 'nvfp4_w4a4' in formats else None
   return {
     name: ViewSpec(
       name,
-      block_scale=config.block_scale,
+      block_scale=block_scale,
       input_scales=scales if name == 'nvfp4_w4a4' else None,
     )
     for name in formats
   }
 
 
-def make_engine_settings(
-  config: config_dict.ConfigDict, pool: fleet.Pool, max_tokens: int
-) -> EngineSettings:
+def make_engine_settings(pool: fleet.Pool, *, max_tokens: int, routes: bool) -> EngineSettings:
   """Returns the shape of a native sampler that stands for one replica of a pool."""
   return EngineSettings(
-    slots=pool.sessions_per_replica,
+    slots=pool.sessions,
     max_tokens=max_tokens,
     kv_cache_dtype=pool.kv_cache_dtype,
     prefix_cache=pool.prefix_cache,
-    routes=config.trainer.replay_routes,
+    routes=routes,
   )
 
 
 def make_samplers(
-  config: config_dict.ConfigDict,
-  pools: Sequence[fleet.Pool],
+  experiment: Experiment,
   store: Store,
   model: ModelConfig,
   *,
@@ -275,9 +182,11 @@ def make_samplers(
   """
   feeds: list[DelayedFeed] = []
 
+  routes = experiment.trainer.replay_routes
+
   def native(pool: fleet.Pool) -> NativeSampler:
     feed: ViewFeed = ViewFollower(store, pool.format)
-    settings = make_engine_settings(config, pool, max_tokens)
+    settings = make_engine_settings(pool, max_tokens=max_tokens, routes=routes)
     pace = None
     if virtual is not None:
       feed = DelayedFeed(feed, virtual.publication_secs)
@@ -289,22 +198,22 @@ def make_samplers(
       source=pool.source,
       config=model,
       settings=settings,
-      emulate_activations=config.emulate_activations,
+      emulate_activations=experiment.emulate_activations,
       executor=executor,
       pace=pace,
     )
 
-  served = {pool.name for pool in pools if config.pools[pool.name].server == 'vllm'}
+  pools = experiment.fleet
   machine = servers.Servers(
     store,
     model,
     sampling,
     max_tokens=max_tokens,
     directory=directory,
-    routes=config.trainer.replay_routes,
-    pools=[pool for pool in pools if pool.name in served],
+    routes=routes,
+    pools=[pool for pool in pools if pool.server == 'vllm'],
   )
-  samplers = [machine.sampler(pool) if pool.name in served else native(pool) for pool in pools]
+  samplers = [machine.sampler(pool) if pool.server == 'vllm' else native(pool) for pool in pools]
   return tuple(samplers), tuple(feeds)
 
 
@@ -315,7 +224,7 @@ def make_sampled_task(task: Task, virtual: VirtualOptions | None) -> Task:
 
 def make_pace(pool: fleet.Pool, virtual: VirtualOptions) -> PoolSpeed:
   """Returns how fast a pool is: one replica serves the turns an hour that it is priced by."""
-  assert pool.turns_per_hour is not None, 'settings.check lets no such pool pass'
+  assert pool.turns_per_hour is not None, 'an Experiment lets no such pool pass'
   return PoolSpeed(
     session_tokens_per_sec=virtual.session_tokens_per_sec,
     replica_tokens_per_sec=pool.turns_per_hour * virtual.turn_tokens / _SECS_PER_HOUR,
@@ -337,22 +246,13 @@ def make_evaluator(
   )
 
 
-def check_extras(config: config_dict.ConfigDict) -> None:
-  """Raises ValueError naming the extra that the configuration needs and that is not installed."""
-  if config.wandb_project and importlib.util.find_spec('wandb') is None:
+def check_extras(wandb_project: str) -> None:
+  """Raises ValueError naming the extra that is needed and that is not installed."""
+  if wandb_project and importlib.util.find_spec('wandb') is None:
     raise ValueError(
-      f'wandb_project is {config.wandb_project!r} and wandb is not installed; expected '
+      f'wandb_project is {wandb_project!r} and wandb is not installed; expected '
       "pip install 'mimo[wandb]', or ''"
     )
-
-
-def make_rollout_settings(
-  config: config_dict.ConfigDict, sampling: SamplingParams
-) -> RolloutSettings:
-  """Returns what a source needs to know, for the first start of a run."""
-  stated = config.rollouts.to_dict()
-  options = RolloutOptions(**stated | {'virtual': VirtualOptions(**stated['virtual'])})
-  return RolloutSettings(options=options, sampling=sampling, seed=config.seed, incarnation=0)
 
 
 async def run_for_evaluation(

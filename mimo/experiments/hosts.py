@@ -20,9 +20,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from ml_collections import config_dict
 
-from mimo.experiments import settings
+from mimo import checks
 from mimo.models.config import ModelConfig
 from mimo.models.table import hf_params, leaf, table
 from mimo.trainer import sharding
@@ -36,42 +35,46 @@ BEGIN, UPDATE, SNAPSHOT, TENSOR, SAVE, STOP = range(6)
 _NUMBERS = 5  # the most that a command carries
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-  """Which process of how many this is, and where process 0 can be reached."""
+  """Which process of how many this is: the section `distributed` of a configuration.
 
-  coordinator: str
-  processes: int
-  process: int
+  Attributes:
+    coordinator: host:port of process 0; MIMO_COORDINATOR goes before it.
+    processes: how many there are; MIMO_PROCESSES goes before it.
+    process: which of them this is, from 0; MIMO_PROCESS goes before it.
+  """
+
+  coordinator: str = ''
+  processes: int = 1
+  process: int = 0
 
   def __post_init__(self) -> None:
-    if self.processes < 1 or not 0 <= self.process < self.processes:
+    checks.whole('processes', self.processes, least=1, most=2**16)
+    if not 0 <= self.process < self.processes:
       raise ValueError(
-        f'distributed.process is {self.process} of {self.processes}; expected one of '
-        f'0 to {max(self.processes, 1) - 1}'
+        f'process is {self.process} of {self.processes}; expected one of 0 to {self.processes - 1}'
       )
     if self.processes > 1 and not self.coordinator.rpartition(':')[2].isdigit():
-      raise ValueError(
-        f'distributed.coordinator is {self.coordinator!r}; expected host:port of process 0'
-      )
+      raise ValueError(f'coordinator is {self.coordinator!r}; expected host:port of process 0')
 
 
-def make_cluster(config: config_dict.ConfigDict) -> Cluster:
-  """Returns what the configuration's `distributed` and the environment say; neither: one process.
+def from_environment(cluster: Cluster) -> Cluster:
+  """Returns a cluster with what the environment says in place of what it states.
 
   Raises ValueError naming what does not fit.
   """
-  stated: dict[str, Any] = {'coordinator': '', 'processes': 1, 'process': 0}
-  if 'distributed' in config:
-    for key, value in config.distributed.items():
-      stated[settings.one_of('distributed', key, _KEYS)] = value
+  stated: dict[str, Any] = {}
   for key, variable in _KEYS.items():
     if variable in os.environ:
       text = os.environ[variable]
       if key != 'coordinator' and not text.isdigit():
         raise ValueError(f'{variable} is {text!r}; expected a whole number')
       stated[key] = text if key == 'coordinator' else int(text)
-  return Cluster(**stated)
+  try:
+    return dataclasses.replace(cluster, **stated)
+  except ValueError as error:
+    raise ValueError(f'distributed.{error}') from None
 
 
 def start(cluster: Cluster) -> None:

@@ -77,7 +77,7 @@ class Learner:
       buckets=self._buckets,
       num_candidates=self._num_candidates,
       sources=self._sources,
-      temperature=self._trainer.spec.config.temperature,
+      temperature=self._trainer.spec.temperature,
       routes=self._trainer.routes,
     )
     self._peers.send_batch(batch, self._buckets)

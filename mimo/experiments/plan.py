@@ -30,9 +30,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import config_dict
 
-from mimo.experiments import cli, factories, settings
+from mimo import checks, objectives
+from mimo.experiments import cli, configuration, factories
+from mimo.experiments.schema import Experiment, parse
 from mimo.models.config import ModelConfig
 from mimo.telemetry import console
 from mimo.trainer import memory, sharding
@@ -67,9 +68,7 @@ class Compiled(NamedTuple):
   largest: tuple[tuple[int, str, str], ...]
 
 
-def read_model(
-  config: config_dict.ConfigDict, config_file: pathlib.Path, stated: str
-) -> ModelConfig:
+def read_model(experiment: Experiment, config_file: pathlib.Path, stated: str) -> ModelConfig:
   """Returns the model of the config.json stated, else the policy's, else that beside the config.
 
   Raises ValueError where there is none.
@@ -77,27 +76,25 @@ def read_model(
   places = [pathlib.Path(stated)]
   if not stated:
     places = [config_file.parent / 'config.json']
-    if config.policy:
-      places.insert(0, pathlib.Path(config.policy) / 'config.json')
+    if experiment.policy:
+      places.insert(0, pathlib.Path(experiment.policy) / 'config.json')
   for place in places:
     if place.is_file():
       return ModelConfig.from_hf(json.loads(place.read_text(encoding='utf-8')))
-  if not config.policy and not stated:
-    return factories.make_policy(config.policy, config.task).model
+  if not experiment.policy and not stated:
+    return factories.make_policy(experiment.policy, experiment.task).model
   raise ValueError(f'no {" nor ".join(map(str, places))}; expected the config.json of a model')
 
 
-def make_trainer(
-  config: config_dict.ConfigDict, model: ModelConfig, changes: Mapping[str, Any]
-) -> Trainer:
-  """Returns the configuration's update with some settings of `TrainerConfig` changed."""
-  made = factories.make_trainer(config, model, factories.make_arm(config), len(config.pools))
+def make_trainer(experiment: Experiment, model: ModelConfig, changes: Mapping[str, Any]) -> Trainer:
+  """Returns the experiment's update with some settings of `TrainerConfig` changed."""
   return Trainer(
     model,
-    dataclasses.replace(made.spec.config, **changes),
-    correction=made.spec.correction,
-    num_sources=made.spec.num_sources,
-    mesh=made.mesh,
+    dataclasses.replace(experiment.trainer, **changes),
+    correction=objectives.arm(experiment.arm, experiment.objective).correction,
+    temperature=experiment.sampling.temperature,
+    num_sources=len(experiment.pools),
+    mesh=sharding.make_mesh(**experiment.trainer.mesh_sizes()),
   )
 
 
@@ -192,30 +189,27 @@ def print_compiled(name: str, trainer: Trainer, micro: Any) -> None:
 
 
 def _chosen(flag: str, text: str) -> list[str]:
-  return [settings.one_of(flag, name, VARIANTS) for name in filter(None, text.split(','))]
+  return [checks.one_of(flag, name, VARIANTS) for name in filter(None, text.split(','))]
 
 
-def plan(
-  config: config_dict.ConfigDict, model: ModelConfig, compiled: list[str], limit_gib: float
-) -> None:
-  """Prints the plan of a configuration."""
-  sizes = settings.mesh_sizes(config.trainer.mesh)
-  options = factories.make_trainer_config(config)
-  (bucket,) = factories.make_buckets(config)
+def plan(experiment: Experiment, model: ModelConfig, compiled: list[str], limit_gib: float) -> None:
+  """Prints the plan of an experiment."""
+  options = experiment.trainer
+  (bucket,) = options.buckets
   total, active = memory.parameter_count(model), memory.active_parameter_count(model)
   console.say(
     f'{model.family}: {total / 1e9:.2f} B parameters, {active / 1e9:.2f} B of them for a token; '
-    f'mesh {config.trainer.mesh or "of one device"}; micro-batches of {bucket.rows} rows of '
+    f'mesh {options.mesh or "of one device"}; micro-batches of {bucket.rows} rows of '
     f'{bucket.tokens} tokens, {bucket.trained} of them trained; {options.compute_dtype}\n'
   )
-  count = config.sampling.candidates
+  count = experiment.sampling.candidates
   plans = {
     name: memory.make_plan(
       model,
       dataclasses.replace(options, **changes),
       bucket,
       num_candidates=count,
-      parallel=memory.make_parallel(sizes),
+      parallel=memory.make_parallel(options.mesh_sizes()),
     )
     for name, changes in VARIANTS.items()
   }
@@ -226,7 +220,7 @@ def plan(
   console.say('| variant | program | beside it | arguments | results | temporary | in all |')
   console.say('|---|---|---|---|---|---|---|')
   for name in compiled:
-    trainer = make_trainer(config, model, VARIANTS[name])
+    trainer = make_trainer(experiment, model, VARIANTS[name])
     print_compiled(name, trainer, empty_micro_batch(bucket, count, trainer.routes))
 
 
@@ -239,17 +233,16 @@ def define_flags(flags: cli.Flags) -> None:
 
 def main(given: argparse.Namespace) -> None:
   """Runs the command."""
-  stated = cli.experiment(given)
-  config = stated.config
   with cli.mistakes():
-    settings.check(config)
+    stated = configuration.read(given.config, given.overrides)
+    experiment = parse(stated.config)
     compiled = _chosen('--compile', given.compile)
     # Before anything asks for a device.
     jax.config.update('jax_platforms', 'cpu')
-    devices = math.prod(settings.mesh_sizes(config.trainer.mesh).values())
+    devices = math.prod(experiment.trainer.mesh_sizes().values())
     jax.config.update('jax_num_cpu_devices', devices)
-    model = read_model(config, stated.file, given.model)
-    plan(config, model, compiled, given.limit_gib)
+    model = read_model(experiment, stated.file, given.model)
+    plan(experiment, model, compiled, given.limit_gib)
 
 
 COMMAND = cli.Command('plan', __doc__, define_flags, main, takes_config=True)

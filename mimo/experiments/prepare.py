@@ -1,4 +1,4 @@
-"""What a configuration asks for, checked before anything is written, and where a run goes on."""
+"""What an experiment asks for, checked before anything is written, and where a run goes on."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from ml_collections import config_dict
-
-from mimo import fleet
-from mimo.experiments import factories, hosts, settings
+from mimo import objectives
+from mimo.experiments import factories, hosts
 from mimo.experiments.learner import Learner
+from mimo.experiments.schema import Experiment
 from mimo.rollouts.base import RolloutSettings
 from mimo.rollouts.schedules import Schedule, schedule_of
 from mimo.tasks.base import Task
 from mimo.trainer.drift import Drift
+from mimo.trainer.sharding import make_mesh
+from mimo.trainer.state import TrainerConfig
+from mimo.trainer.update import Trainer
 from mimo.types import SamplingParams
 from mimo.weights.checkpoints import Checkpoints, stacks_of
 from mimo.weights.views import ViewSpec
@@ -25,12 +27,11 @@ _KEPT_CHECKPOINTS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """What a configuration asks for, checked: nothing is written yet."""
+  """What an experiment asks for, checked: nothing is written yet."""
 
-  config: config_dict.ConfigDict
+  experiment: Experiment
   task: Task
   policy: factories.Policy
-  pools: tuple[fleet.Pool, ...]
   sampling: SamplingParams
   views: dict[str, ViewSpec]
   rollouts: RolloutSettings
@@ -41,30 +42,29 @@ class Plan:
   peers: hosts.Peers
 
 
-def plan(config: config_dict.ConfigDict) -> Plan:
-  """Reads what the configuration names. Raises ValueError or OSError for what cannot be meant."""
-  settings.check(config)
-  policy = factories.make_policy(config.policy, config.task)
-  task = factories.make_task(config.task, policy)
+def plan(experiment: Experiment) -> Plan:
+  """Reads what the experiment names. Raises ValueError or OSError for what cannot be meant."""
+  factories.check_extras(experiment.wandb_project)
+  policy = factories.make_policy(experiment.policy, experiment.task)
+  task = factories.make_task(experiment.task, policy)
   for split in ('train', 'heldout'):
     if not task.size(split):
       raise ValueError(f'task {task.name}: split {split!r} holds no tasks; expected at least one')
-  factories.check_extras(config)
-  arm = factories.make_arm(config)
-  sampling = factories.make_sampling(config, arm, task)
-  pools = factories.make_pools(config)
-  if config.trainer.row_tokens < task.max_tokens:
-    raise ValueError(
-      f'trainer.row_tokens is {config.trainer.row_tokens}; expected at least '
-      f'{task.max_tokens}, the longest trajectory of {task.name}'
-    )
-  if config.trainer.row_trained_tokens < task.max_sampled_tokens:
-    raise ValueError(
-      f'trainer.row_trained_tokens is {config.trainer.row_trained_tokens}; expected at least '
-      f'{task.max_sampled_tokens}, the most that {task.name} lets a policy draw'
-    )
-  rollouts = factories.make_rollout_settings(config, sampling)
-  trainer = factories.make_trainer(config, policy.model, arm, len(pools))
+  options, pools = experiment.trainer, experiment.fleet
+  _check_sizes(experiment.sampling.candidates, options, task, policy)
+  factories.check_pools(pools, policy)
+  arm = objectives.arm(experiment.arm, experiment.objective)
+  sampling = experiment.sampling.params(
+    nucleus=arm.topp, max_turn_tokens=task.max_turn_tokens, stop_ids=task.stop_ids
+  )
+  trainer = Trainer(
+    policy.model,
+    options,
+    correction=arm.correction,
+    temperature=sampling.temperature,
+    num_sources=len(pools),
+    mesh=make_mesh(**options.mesh_sizes()),
+  )
   peers = hosts.Peers()
 
   def learner_of(state: Any) -> Learner:
@@ -72,27 +72,49 @@ def plan(config: config_dict.ConfigDict) -> Plan:
       trainer,
       state,
       advantage=arm.advantage,
-      buckets=factories.make_buckets(config),
-      num_candidates=config.sampling.candidates,
+      buckets=options.buckets,
+      num_candidates=sampling.candidates,
       sources=[pool.name for pool in pools],
       peers=peers,
-      drift=Drift(trainer) if config.drift_every_updates else None,
+      drift=Drift(trainer) if experiment.drift_every_updates else None,
     )
 
   return Plan(
-    config=config,
+    experiment=experiment,
     task=task,
     policy=policy,
-    pools=pools,
     sampling=sampling,
-    views=factories.make_views(config, pools, policy, task),
-    rollouts=rollouts,
-    schedule=schedule_of(rollouts.options),
+    views=factories.make_views(pools, policy, task, block_scale=experiment.block_scale),
+    rollouts=RolloutSettings(
+      options=experiment.rollouts, sampling=sampling, seed=experiment.seed, incarnation=0
+    ),
+    schedule=schedule_of(experiment.rollouts),
     learner_of=learner_of,
     abstract_state=trainer.abstract_state(),
     init_state=trainer.init_state,
     peers=peers,
   )
+
+
+def _check_sizes(
+  candidates: int, options: TrainerConfig, task: Task, policy: factories.Policy
+) -> None:
+  """Raises ValueError naming what is too small for the task, or too large for the policy."""
+  if candidates > policy.model.vocab_size:
+    raise ValueError(
+      f'sampling.candidates is {candidates}; expected at most {policy.model.vocab_size}, the '
+      "policy's vocabulary"
+    )
+  if options.row_tokens < task.max_tokens:
+    raise ValueError(
+      f'trainer.row_tokens is {options.row_tokens}; expected at least {task.max_tokens}, the '
+      f'longest trajectory of {task.name}'
+    )
+  if options.row_trained_tokens < task.max_sampled_tokens:
+    raise ValueError(
+      f'trainer.row_trained_tokens is {options.row_trained_tokens}; expected at least '
+      f'{task.max_sampled_tokens}, the most that {task.name} lets a policy draw'
+    )
 
 
 def start(plan: Plan, workdir: pathlib.Path) -> tuple[Checkpoints, int | None, Any, dict[str, Any]]:

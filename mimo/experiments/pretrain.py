@@ -31,7 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mimo.experiments import cli, evaluate
+from mimo import checks
+from mimo.experiments import cli, evaluate, schema
 from mimo.experiments.factories import Policy
 from mimo.models import decoder
 from mimo.models.config import ModelConfig, RopeConfig
@@ -208,15 +209,15 @@ def least_solved(ids: Sequence[str], rewards: np.ndarray) -> list[str]:
   return sorted(ids[index] for index in order[: len(ids) // _HARD_SHARE])
 
 
-def _check(out: str, hard_samples: int) -> pathlib.Path:
+def _check(out: str, hard_samples: int, seed: int) -> pathlib.Path:
   """Raises ValueError before any work is done."""
   path = pathlib.Path(out)
   if path.exists() and not (path.is_dir() and not any(path.iterdir())):
     raise ValueError(f'--out: {path} exists and is not empty; expected a new or empty directory')
   if not path.absolute().parent.is_dir():
     raise ValueError(f'--out: {path.absolute().parent} is no directory; expected one that exists')
-  if hard_samples < 0:
-    raise ValueError(f'--hard_samples is {hard_samples}; expected 0 (no list) or more')
+  checks.whole('--hard_samples', hard_samples, least=0, most=2**12)  # 0 makes no list
+  checks.whole('--seed', seed, least=0, most=schema.SEEDS - 1)
   return path
 
 
@@ -246,7 +247,7 @@ def main(given: argparse.Namespace) -> None:
   """Runs the command."""
   cli.required(given, out='a new or empty directory')
   with cli.mistakes():
-    out = _check(given.out, given.hard_samples)
+    out = _check(given.out, given.hard_samples, given.seed)
     model = read_decoder(given.model) if given.model else MODEL
   params = teach(
     RECIPE,

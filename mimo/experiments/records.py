@@ -5,28 +5,27 @@ from __future__ import annotations
 import hashlib
 import pathlib
 
-from ml_collections import config_dict
-
+from mimo.experiments.schema import Experiment, plain
 from mimo.telemetry import names, writers
 from mimo.telemetry.writers import JsonlWriter, MultiWriter, TensorBoardWriter, WandbWriter, Writer
 
 
 def make_writer(
-  config: config_dict.ConfigDict, workdir: pathlib.Path, *, keep_through: int | None
+  experiment: Experiment, workdir: pathlib.Path, *, keep_through: int | None
 ) -> Writer:
   """Returns the writers of a run, which drop what they hold of later steps than is stated."""
   kept: list[Writer] = [
     JsonlWriter(workdir / 'metrics.jsonl', keep_through=keep_through),
     TensorBoardWriter(workdir / 'tensorboard', keep_through=keep_through),
   ]
-  if config.wandb_project:
+  if experiment.wandb_project:
     kept.append(
       WandbWriter(
-        project=config.wandb_project,
+        project=experiment.wandb_project,
         name=workdir.name,
         run_id=f'{workdir.name}-{hashlib.sha256(str(workdir).encode()).hexdigest()[:8]}',
         directory=workdir,
-        config=config.to_dict(),
+        config=plain(experiment),
       )
     )
   return MultiWriter(kept)

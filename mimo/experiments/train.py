@@ -24,9 +24,10 @@ from typing import TypeVar
 
 from ml_collections import config_dict
 
-from mimo.experiments import cli, defaults, hosts
+from mimo.experiments import cli, configuration, defaults, hosts
 from mimo.experiments.prepare import follow, plan
 from mimo.experiments.run import Run
+from mimo.experiments.schema import parse, plain
 from mimo.experiments.workdir import Workdir
 from mimo.telemetry import console
 
@@ -58,16 +59,16 @@ def _due(every: int, step: int, last: int) -> bool:
 
 async def loop(run: Run, stop: asyncio.Event) -> None:
   """Trains to the last update, or until `stop` is set. Saves either way."""
-  config = run.plan.config
-  last = config.updates
+  experiment = run.plan.experiment
+  last = experiment.updates
   done = run.start
   try:
     await _unless(stop, run.open())
     while True:
       # Before the checkpoint: one that exists has its evaluation, or says that it has not.
-      if _due(config.evaluation.every_updates, done, last) and done not in run.evaluated:
+      if _due(experiment.evaluation.every_updates, done, last) and done not in run.evaluated:
         await _unless(stop, run.evaluate(done))
-      if done > run.start and _due(config.checkpoints.every_updates, done, last):
+      if done > run.start and _due(experiment.checkpoints.every_updates, done, last):
         run.save(done)
       if done >= last:
         break
@@ -92,13 +93,14 @@ async def _train(run: Run) -> None:
 def train(config: config_dict.ConfigDict, workdir: str) -> None:
   """Runs an experiment in `workdir`. Raises cli.Mistake for what cannot be meant."""
   with cli.mistakes():
-    hosts.start(hosts.make_cluster(config))
-    planned = plan(config)
+    experiment = parse(config)
+    hosts.start(hosts.from_environment(experiment.distributed))
+    planned = plan(experiment)
     if not planned.peers.primary:
       follow(planned, pathlib.Path(workdir).resolve())
       return
     try:
-      directory = Workdir(workdir, config.to_dict())
+      directory = Workdir(workdir, plain(experiment))
     except BaseException:
       planned.peers.tell(hosts.STOP)
       raise
@@ -117,7 +119,8 @@ def define_flags(flags: cli.Flags) -> None:
 
 def main(given: argparse.Namespace) -> None:
   """Runs the command."""
-  stated = cli.experiment(given)
+  with cli.mistakes():
+    stated = configuration.read(given.config, given.overrides)
   train(stated.config, given.workdir or defaults.default_workdir(stated.file))
 
 

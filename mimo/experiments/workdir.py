@@ -46,12 +46,18 @@ def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = '')
   return keys
 
 
+def _has(config: Any, key: str) -> bool:
+  """Returns whether a configuration states something under a dotted key."""
+  first, _, rest = key.partition('.')
+  return first in config and (not rest or _has(config[first], rest))
+
+
 def _stated(config: Mapping[str, Any], key: str) -> str:
-  """Says what a configuration has under a dotted key, which one of another release may lack."""
+  """Says what a configuration has under a dotted key: another fleet may have no such pool."""
+  if not _has(config, key):
+    return 'is not stated'
   value: Any = config
   for part in key.split('.'):
-    if part not in value:
-      return 'is not stated'
     value = value[part]
   return f'is {value!r}'
 
@@ -127,6 +133,21 @@ class Workdir:
       for key in differing_keys(self._config, config)
       if not f'{key}.'.startswith(tuple(f'{name}.' for name in _MAY_CHANGE))
     ]
+    # The schema of a release has the same keys for every run, but for the names of pools.
+    unknown = [
+      key
+      for key in differing
+      if not (key.startswith('pools.') and key.count('.') == 1)
+      and _has(self._config, key) != _has(config, key)
+    ]
+    if unknown:
+      began, where = (
+        ('another', 'here') if _has(self._config, unknown[0]) else ('an earlier', 'there')
+      )
+      raise ValueError(
+        f'{self.path} holds the configuration of {began} release of mimo: {unknown[0]} is no key '
+        f'{where}; expected the release that began the run, or another --workdir'
+      )
     if differing:
       raise ValueError(
         f'{self.path} holds a run whose {differing[0]} {_stated(self._config, differing[0])} and '

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
+import re
 import types
 from collections.abc import Mapping
 
+from mimo import checks
 from mimo.types import Source
 
 # List prices of renting one GPU on demand, before any discount: what a pool is priced at unless its
@@ -24,77 +24,92 @@ LIST_PRICES_USD_PER_GPU_HOUR: Mapping[str, float] = types.MappingProxyType(
 )
 
 
+# An accelerator that is none: a server computes in float32 on this machine's cores.
+CPU = 'CPU'
+
+KV_CACHE_DTYPES = ('bf16', 'fp8')
+PREFIX_CACHES = ('keep', 'drop')
+SERVERS = ('native', 'vllm')
+
+_NAME = re.compile(r'[A-Za-z][A-Za-z0-9_]*')
+
+
 def list_price(accelerator: str) -> float:
-  """Returns the list price of one GPU in US dollars per hour.
+  """Returns the list price of one GPU in US dollars per hour; 'CPU' costs nothing.
 
   Raises ValueError naming the nearest accelerator that has one.
   """
-  if accelerator in LIST_PRICES_USD_PER_GPU_HOUR:
-    return LIST_PRICES_USD_PER_GPU_HOUR[accelerator]
-  known = list(LIST_PRICES_USD_PER_GPU_HOUR)
-  near = difflib.get_close_matches(accelerator.upper().replace(' ', '_'), known, n=1, cutoff=0.5)
-  hint = f'; did you mean {near[0]!r}?' if near else ''
-  raise ValueError(f'accelerator is {accelerator!r}; expected one of {", ".join(known)}{hint}')
+  if accelerator == CPU:
+    return 0.0
+  if accelerator not in LIST_PRICES_USD_PER_GPU_HOUR:
+    known = list(LIST_PRICES_USD_PER_GPU_HOUR)
+    hint = checks.nearest(accelerator.upper().replace(' ', '_'), known)
+    raise ValueError(f'accelerator is {accelerator!r}; expected one of {", ".join(known)}{hint}')
+  return LIST_PRICES_USD_PER_GPU_HOUR[accelerator]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pool:
-  """A set of equal replicas.
+  """One replica of one server configuration: a section of a configuration's `pools`.
 
   Attributes:
-    name: unique in a fleet.
-    accelerator: such as 'H100'.
-    gpus_per_replica: GPUs that one replica occupies.
-    replicas: how many there are.
+    name: unique in a fleet; a letter followed by letters, digits and _.
+    accelerator: a key of the price table, such as 'H100'; '2xH100' is a replica on two; or 'CPU'.
     format: the weight format served.
+    server: 'native', which samples in this process; 'vllm', a server that is started for it.
     kv_cache_dtype: 'bf16' or 'fp8'.
     prefix_cache: 'keep' or 'drop' at a weight update.
-    sessions_per_replica: how many sessions one replica decodes at a time.
-    usd_per_gpu_hour: what one GPU costs.
-    turns_per_hour: turns that one replica serves in an hour within the latency wanted, as measured
-      or stated by whoever runs it; None where nobody has: then nothing is said of cost per turn.
+    sessions: how many sessions a replica decodes at a time.
+    turns_per_hour: turns an hour that a replica serves, as measured or stated; None prices nothing.
+    usd_per_gpu_hour: US dollars an hour that one GPU costs; None is its list price.
   """
 
   name: str
   accelerator: str
-  gpus_per_replica: int
-  replicas: int
   format: str
-  kv_cache_dtype: str
-  prefix_cache: str
-  sessions_per_replica: int
-  usd_per_gpu_hour: float
-  turns_per_hour: float | None
+  server: str = 'native'
+  kv_cache_dtype: str = 'fp8'
+  prefix_cache: str = 'keep'
+  sessions: int
+  turns_per_hour: float | None = None
+  usd_per_gpu_hour: float | None = None
 
   def __post_init__(self) -> None:
-    for field in ('gpus_per_replica', 'replicas', 'sessions_per_replica'):
-      if getattr(self, field) < 1:
-        raise ValueError(
-          f'pool {self.name}: {field} is {getattr(self, field)}; expected at least 1'
-        )
-    if self.kv_cache_dtype not in ('bf16', 'fp8'):
+    if not _NAME.fullmatch(self.name):
       raise ValueError(
-        f'pool {self.name}: kv_cache_dtype is {self.kv_cache_dtype!r}; expected bf16 or fp8'
+        f'name is {self.name!r}; expected a letter followed by letters, digits and _'
       )
-    if self.prefix_cache not in ('keep', 'drop'):
-      raise ValueError(
-        f'pool {self.name}: prefix_cache is {self.prefix_cache!r}; expected keep or drop'
-      )
-    if not 0.0 <= self.usd_per_gpu_hour < math.inf:
-      raise ValueError(
-        f'pool {self.name}: usd_per_gpu_hour is {self.usd_per_gpu_hour}; expected a number >= 0'
-      )
-    if self.turns_per_hour is not None and not 0.0 < self.turns_per_hour < math.inf:
-      raise ValueError(
-        f'pool {self.name}: turns_per_hour is {self.turns_per_hour}; expected a number > 0, '
-        'or None where none is stated'
-      )
+    if not 1 <= self.gpus_per_replica <= 64:
+      raise ValueError(f'accelerator is {self.accelerator!r}; expected 1 to 64 GPUs')
+    list_price(self.gpu)
+    checks.one_of('server', self.server, SERVERS)
+    checks.one_of('kv_cache_dtype', self.kv_cache_dtype, KV_CACHE_DTYPES)
+    checks.one_of('prefix_cache', self.prefix_cache, PREFIX_CACHES)
+    checks.whole('sessions', self.sessions, least=1, most=2**16)
+    if self.turns_per_hour is not None:
+      checks.number('turns_per_hour', self.turns_per_hour, above=0, most=1e9)
+    if self.usd_per_gpu_hour is not None:
+      checks.number('usd_per_gpu_hour', self.usd_per_gpu_hour, least=0, most=1e6)
+
+  @property
+  def gpus_per_replica(self) -> int:
+    """GPUs that one replica occupies: 2 where `accelerator` is '2xH100'."""
+    count, times, _ = self.accelerator.partition('x')
+    return int(count) if times and count.isdecimal() else 1
+
+  @property
+  def gpu(self) -> str:
+    """The accelerator without a count."""
+    count, times, name = self.accelerator.partition('x')
+    return name if times and count.isdecimal() else self.accelerator
 
   @property
   def source(self) -> Source:
     """What a trajectory sampled here says of its origin."""
-    return Source(self.name, self.accelerator, self.format, self.kv_cache_dtype)
+    return Source(self.name, self.gpu, self.format, self.kv_cache_dtype)
 
   @property
   def replica_usd_per_hour(self) -> float:
-    return self.gpus_per_replica * self.usd_per_gpu_hour
+    """What one replica costs, at the stated price or the list price."""
+    price = list_price(self.gpu) if self.usd_per_gpu_hour is None else self.usd_per_gpu_hour
+    return self.gpus_per_replica * price

@@ -3,7 +3,7 @@
 from mimo.objectives.advantages import advantages
 from mimo.objectives.arms import ARMS, Arm, arm
 from mimo.objectives.candidates import candidate_logps
-from mimo.objectives.correction import Correction
+from mimo.objectives.correction import Correction, RatioRange
 from mimo.objectives.diagnostics import merge_aux, summarise, total_aux
 from mimo.objectives.loss import policy_loss
 
@@ -11,6 +11,7 @@ __all__ = [
   'ARMS',
   'Arm',
   'Correction',
+  'RatioRange',
   'advantages',
   'arm',
   'candidate_logps',

@@ -7,16 +7,13 @@ apart.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 
-from mimo.objectives.correction import Correction
-
-# The reference study's range for the trainer/sampler ratio. Truncation shares its upper end.
-LOW = 0.5
-HIGH = 5.0
+from mimo import checks
+from mimo.objectives.correction import Correction, RatioRange
 
 _IMPORTANCE = {'grpo': 'none', 'sc': 'none', 'tis': 'truncated', 'mis': 'masked'}
 _BASES = ('grpo', 'tis', 'mis', 'mis_mean', 'sc', 'sc_tis', 'sc_mis')
+_STUDY = RatioRange()
 _MEAN = '_mean'
 _TOPP = '_topp'
 
@@ -41,8 +38,8 @@ class Arm:
   topp: bool
 
 
-def arm(name: str) -> Arm:
-  """Returns the arm called `name`, one of `ARMS`.
+def arm(name: str, bounds: RatioRange = _STUDY) -> Arm:
+  """Returns the arm called `name`, one of `ARMS`, with these bounds of the ratio.
 
   `grpo`, `tis` and `mis` divide advantages by the group's standard deviation; `sc`, `sc_tis` and
   `sc_mis` centre scores and only subtract the group's mean. `mis_mean` is `mis` with the advantages
@@ -51,10 +48,7 @@ def arm(name: str) -> Arm:
   Raises:
     ValueError: an unknown name; the message holds the nearest one, if one is near.
   """
-  if name not in ARMS:
-    near = difflib.get_close_matches(str(name), ARMS, n=1, cutoff=0.5)
-    hint = f'; did you mean {near[0]!r}?' if near else ''
-    raise ValueError(f'arm is {name!r}; expected one of {", ".join(ARMS)}{hint}')
+  checks.one_of('arm', name, ARMS)
   base = name.removesuffix(_TOPP)
   center = base.startswith('sc')
   topp = name.endswith(_TOPP)
@@ -62,10 +56,9 @@ def arm(name: str) -> Arm:
     name=name,
     correction=Correction(
       importance=_IMPORTANCE[base.removeprefix('sc_').removesuffix(_MEAN)],
-      low=LOW,
-      high=HIGH,
       center=center,
       replay=topp,
+      **dataclasses.asdict(bounds),
     ),
     advantage='group_mean' if center or base.endswith(_MEAN) else 'group_mean_std',
     topp=topp,

@@ -16,6 +16,9 @@ class RolloutError(Exception):
 
 SCHEDULES = ('async', 'lockstep', 'simulated')
 
+# Four months: what is longer is a slip of the hand.
+_LONGEST_SECS = 1e7
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VirtualOptions:
@@ -37,9 +40,9 @@ class VirtualOptions:
 
   def __post_init__(self) -> None:
     for name in ('update_secs', 'publication_secs', 'answer_secs'):
-      checks.number(name, getattr(self, name), least=0)
+      checks.number(name, getattr(self, name), least=0, most=_LONGEST_SECS)
     for name in ('session_tokens_per_sec', 'turn_tokens'):
-      checks.number(name, getattr(self, name), above=0)
+      checks.number(name, getattr(self, name), above=0, most=1e9)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +57,8 @@ class RolloutOptions:
     in_flight_batches: groups sampled at a time, in batches; not in lockstep.
     buffered_batches: groups sampled and not yet trained on, in batches; not in lockstep. What ends
       when the buffer is full stays in flight, in the way of new groups.
-    max_staleness_updates: trajectories with a staler token are dropped and counted as they would be
-      trained on; None drops none.
+    max_staleness_updates: trajectories with a staler token, in updates, are dropped and counted as
+      they would be trained on; None drops none.
     lag_updates: how many updates the samplers are behind the trainer; lockstep only.
     episode_timeout_secs: how long an episode may take once it has a place at a sampler, in seconds
       of the run's clock; the first ones wait for compilation.
@@ -76,15 +79,15 @@ class RolloutOptions:
 
   def __post_init__(self) -> None:
     checks.one_of('schedule', self.schedule, SCHEDULES)
-    checks.whole('prompts_per_update', self.prompts_per_update, least=1)
-    checks.whole('group_size', self.group_size, least=2)
-    checks.number('in_flight_batches', self.in_flight_batches, above=0)
-    checks.number('buffered_batches', self.buffered_batches, least=1)
+    checks.whole('prompts_per_update', self.prompts_per_update, least=1, most=2**16)
+    checks.whole('group_size', self.group_size, least=2, most=2**12)
+    checks.number('in_flight_batches', self.in_flight_batches, above=0, most=1000)
+    checks.number('buffered_batches', self.buffered_batches, least=1, most=1000)
     if self.max_staleness_updates is not None:
       checks.whole('max_staleness_updates', self.max_staleness_updates, least=0)
-    checks.whole('lag_updates', self.lag_updates, least=0)
-    checks.number('episode_timeout_secs', self.episode_timeout_secs, above=0)
-    checks.whole('retries', self.retries, least=0)
+    checks.whole('lag_updates', self.lag_updates, least=0, most=1000)
+    checks.number('episode_timeout_secs', self.episode_timeout_secs, above=0, most=_LONGEST_SECS)
+    checks.whole('retries', self.retries, least=0, most=100)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,44 @@ from typing import Protocol
 
 import numpy as np
 
+from mimo import checks
 from mimo.types import RouteShape, SamplingParams, Source, TurnSample, Version
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+  """How the pools of a run draw: the section `sampling` of a configuration.
+
+  Attributes:
+    temperature: divides the logits, in samplers and trainer alike; 1 is the policy itself.
+    top_p: the mass of the nucleus, in arms with _topp; the others draw from everything.
+    top_k: the most tokens of the nucleus, in arms with _topp; 0 is no bound.
+    candidates: how many tokens are recorded per sampled one; twice top_k, so that ties fit.
+  """
+
+  temperature: float = 1.0
+  top_p: float = 0.97
+  top_k: int = 8
+  candidates: int = 16
+
+  def __post_init__(self) -> None:
+    checks.number('temperature', self.temperature, least=0.01, most=100)
+    checks.number('top_p', self.top_p, above=0, most=1)
+    checks.whole('top_k', self.top_k, least=0, most=2**20)
+    checks.whole('candidates', self.candidates, least=1, most=2**20)
+
+  def params(
+    self, *, nucleus: bool, max_turn_tokens: int, stop_ids: tuple[int, ...]
+  ) -> SamplingParams:
+    """Returns how a turn is drawn: from the nucleus, or from the whole vocabulary."""
+    return SamplingParams(
+      temperature=self.temperature,
+      top_p=self.top_p if nucleus else 1.0,
+      top_k=self.top_k if nucleus else 0,
+      candidates=self.candidates,
+      max_turn_tokens=max_turn_tokens,
+      stop_ids=stop_ids,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

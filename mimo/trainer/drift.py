@@ -37,6 +37,7 @@ class Drift:
         spec.model,
         spec.config,
         correction=dataclasses.replace(spec.correction, center=center),
+        temperature=spec.temperature,
         num_sources=spec.num_sources,
         mesh=spec.mesh,
       )

@@ -8,16 +8,18 @@ acts on matrices, the embedding included, and not on the scales of norms.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from mimo import checks
 from mimo.models.config import ModelConfig
 from mimo.models.moe import route_shape
+from mimo.models.parallel import MESH_AXES
 from mimo.models.table import ROUTER, leaf, nest, table
+from mimo.trainer.packing import Bucket
 from mimo.types import RouteShape
 
 COMPUTE_DTYPES = ('float32', 'bfloat16')
@@ -26,68 +28,90 @@ OFFLOADS = ('residuals', 'moments')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-  """Settings of the update.
+  """Settings of the update: the section `trainer` of a configuration.
 
   Attributes:
     learning_rate: reached after `warmup_updates`, then constant.
-    b1: decay of the first moment.
-    b2: decay of the second moment.
+    b1: decay of AdamW's first moment.
+    b2: decay of AdamW's second moment.
     eps: added to the root of the second moment.
     weight_decay: decoupled; on matrices only.
     max_grad_norm: gradients of a larger norm are scaled down to it; 0 is off.
-    warmup_updates: the first rises linearly from learning_rate / warmup_updates; 0 is off.
-    temperature: logits are divided by it, as the samplers do.
+    warmup_updates: updates of a linear rise from learning_rate / warmup_updates; 0 is off.
+    compute_dtype: 'float32' or 'bfloat16' passes; weights are rounded to bf16 either way.
+    remat: computes each layer again in the backward pass instead of keeping it.
+    offload: what the host keeps: 'moments', between updates; 'residuals', remat's inputs of layers.
+    freeze_router: routers of experts stay as they are: no gradient and no decay.
+    replay_routes: sends tokens to the experts that their sampler sent them to, where it said which.
+    rows: rows of a micro-batch.
+    row_tokens: the most tokens of a row.
+    row_trained_tokens: the most tokens of a row that are trained on.
     head_chunk_tokens: how many tokens' logits the head holds at a time.
-    compute_dtype: of the forward and backward passes. Weights are rounded to bf16 either way.
-    remat: whether the backward pass computes each layer again instead of keeping it.
-    offload: what is kept in the host's memory: 'residuals', the inputs of layers, which remat
-      keeps; 'moments', between updates.
-    freeze_router: whether the routers of experts stay as they are: no gradient and no decay.
-    replay_routes: whether tokens are sent to the experts that their sampler sent them to, where it
-      said which. The trainer's own router, of other weights and another precision, sends some
-      elsewhere, and log-probs are then of other functions than those that were drawn from.
-      What a router's weights of the chosen experts are is the trainer's to say either way.
+    mesh: sizes of mesh axes, such as 'fsdp=4,context=2'; empty is one device.
+
+  Where routes are not replayed, the trainer's own router, of other weights and another precision
+  than the sampler's, sends some tokens elsewhere, and log-probs are then of other functions than
+  those that were drawn from. What a router's weights of the chosen experts are is the trainer's to
+  say either way.
   """
 
-  learning_rate: float
+  learning_rate: float = 2e-4
   b1: float = 0.9
   b2: float = 0.98
   eps: float = 1e-8
   weight_decay: float = 0.1
-  max_grad_norm: float = 0.0
-  warmup_updates: int = 0
-  temperature: float = 1.0
-  head_chunk_tokens: int = 512
+  max_grad_norm: float = 1.0
+  warmup_updates: int = 2
   compute_dtype: str = 'float32'
   remat: bool = False
   offload: tuple[str, ...] = ()
   freeze_router: bool = False
   replay_routes: bool = False
+  rows: int = 8
+  row_tokens: int = 160
+  row_trained_tokens: int = 80
+  head_chunk_tokens: int = 512
+  mesh: str = ''
 
   def __post_init__(self) -> None:
-    for name in ('learning_rate', 'eps', 'temperature'):
-      value = getattr(self, name)
-      if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f'{name} is {value}; expected a finite number above 0')
-    for name in ('weight_decay', 'max_grad_norm', 'warmup_updates'):
-      value = getattr(self, name)
-      if not (value >= 0 and math.isfinite(value)):
-        raise ValueError(f'{name} is {value}; expected a finite number of at least 0')
-    for name in ('b1', 'b2'):
-      value = getattr(self, name)
-      if not 0 <= value < 1:
-        raise ValueError(f'{name} is {value}; expected a number in [0, 1)')
+    checks.number('learning_rate', self.learning_rate, above=0, most=1)
+    checks.number('b1', self.b1, least=0, below=1)
+    checks.number('b2', self.b2, least=0, below=1)
+    checks.number('eps', self.eps, above=0, most=1)
+    checks.number('weight_decay', self.weight_decay, least=0, most=100)
+    checks.number('max_grad_norm', self.max_grad_norm, least=0)
+    checks.whole('warmup_updates', self.warmup_updates, least=0)
+    checks.one_of('compute_dtype', self.compute_dtype, COMPUTE_DTYPES)
     for name in self.offload:
-      if name not in OFFLOADS:
-        raise ValueError(f'offload holds {name!r}; expected some of {", ".join(OFFLOADS)}')
+      checks.one_of('offload', name, OFFLOADS)
     if 'residuals' in self.offload and not self.remat:
       raise ValueError('offload holds residuals and remat is False; expected True')
-    if self.head_chunk_tokens < 1:
-      raise ValueError(f'head_chunk_tokens is {self.head_chunk_tokens}; expected at least 1')
-    if self.compute_dtype not in COMPUTE_DTYPES:
-      raise ValueError(
-        f'compute_dtype is {self.compute_dtype!r}; expected one of {", ".join(COMPUTE_DTYPES)}'
-      )
+    checks.whole('rows', self.rows, least=1, most=2**16)
+    for name in ('row_tokens', 'row_trained_tokens', 'head_chunk_tokens'):
+      checks.whole(name, getattr(self, name), least=1, most=2**24)
+    self.mesh_sizes()
+
+  def mesh_sizes(self) -> dict[str, int]:
+    """Returns the sizes that `mesh` states, by axis.
+
+    Raises ValueError naming an axis that there is not, or that has no size.
+
+    >>> TrainerConfig(mesh='fsdp=4,context=2').mesh_sizes()
+    {'fsdp': 4, 'context': 2}
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, self.mesh.split(',')):
+      axis, _, size = (piece.strip() for piece in part.partition('='))
+      checks.one_of('mesh', axis, MESH_AXES)
+      if not size.isdecimal() or axis in sizes:
+        raise ValueError(f'mesh is {self.mesh!r}; expected one size of {axis}, a whole number')
+      sizes[axis] = int(size)
+    return sizes
+
+  @property
+  def buckets(self) -> tuple[Bucket, ...]:
+    """The shapes of micro-batches."""
+    return (Bucket(self.row_tokens, self.row_trained_tokens, self.rows),)
 
 
 def replayed_routes(model: ModelConfig, config: TrainerConfig) -> RouteShape | None:

@@ -58,6 +58,7 @@ class Spec(NamedTuple):
     model: the decoder.
     config: settings of the update.
     correction: the loss's switches.
+    temperature: divides the logits, as the samplers' does.
     num_sources: how many pools aux is split over.
     mesh: where it runs.
   """
@@ -65,6 +66,7 @@ class Spec(NamedTuple):
   model: ModelConfig
   config: TrainerConfig
   correction: Correction
+  temperature: float
   num_sources: int
   mesh: Mesh
 
@@ -124,7 +126,7 @@ def _run(
     head_matrix(spec.model, params).astype(LOGITS_DTYPE),
     micro.predict,
     jnp.concatenate([micro.targets[..., None], micro.candidate_ids], axis=-1),
-    temperature=spec.config.temperature,
+    temperature=spec.temperature,
     chunk=spec.config.head_chunk_tokens,
   )
   return logps, entropy, different
@@ -256,6 +258,7 @@ class Trainer:
     model: the decoder.
     config: settings of the update.
     correction: the loss's switches.
+    temperature: divides the logits, as the samplers' does.
     num_sources: how many pools aux is split over.
     mesh: of `sharding.make_mesh`.
 
@@ -269,10 +272,11 @@ class Trainer:
     config: TrainerConfig,
     *,
     correction: Correction,
+    temperature: float,
     num_sources: int,
     mesh: Mesh,
   ) -> None:
-    self.spec = Spec(model, config, correction, num_sources, mesh)
+    self.spec = Spec(model, config, correction, temperature, num_sources, mesh)
     self.routes = replayed_routes(model, config)
     self.mesh = mesh
     everywhere: Any = sharding.replicated(mesh)

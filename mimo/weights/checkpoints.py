@@ -8,6 +8,7 @@ the same in every step: they lie once beside the steps, in `carried`, and each m
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from mimo import checks
 from mimo.models.config import ModelConfig
 from mimo.models.table import Index, Param, leaf, nest, table
 from mimo.weights import chunked, huggingface, steps
@@ -34,6 +36,20 @@ from mimo.weights.tensors import TensorReader, contiguous
 
 CARRIED = 'carried'
 PARAMS = 'params'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+  """When a run is saved: the section `checkpoints` of a configuration.
+
+  Attributes:
+    every_updates: saves after every so many updates, and at the end; 0: at the end only.
+  """
+
+  every_updates: int = 20
+
+  def __post_init__(self) -> None:
+    checks.whole('every_updates', self.every_updates, least=0)
 
 
 class Checkpoints:

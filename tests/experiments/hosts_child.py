@@ -8,7 +8,6 @@ import sys
 
 import jax
 import numpy as np
-from ml_collections import config_dict
 
 from benchmarks import sharding_matrix
 from mimo import objectives
@@ -19,7 +18,9 @@ from mimo.trainer.state import TrainerConfig
 from mimo.trainer.update import Trainer
 from mimo.weights.checkpoints import Checkpoints
 
-CONFIG = TrainerConfig(learning_rate=1e-2, eps=1e-6, head_chunk_tokens=32)
+CONFIG = TrainerConfig(
+  learning_rate=1e-2, eps=1e-6, max_grad_norm=0.0, warmup_updates=0, head_chunk_tokens=32
+)
 BUCKET = packing.Bucket(
   tokens=sharding_matrix.TOKENS, trained=sharding_matrix.TRAINED, rows=sharding_matrix.ROWS
 )
@@ -32,6 +33,7 @@ def make_learner(**sizes: int) -> tuple[Trainer, Learner, packing.Batch]:
     case.model,
     CONFIG,
     correction=objectives.arm('sc_mis').correction,
+    temperature=1.0,
     num_sources=2,
     mesh=sharding.make_mesh(**sizes),
   )
@@ -52,7 +54,7 @@ def make_learner(**sizes: int) -> tuple[Trainer, Learner, packing.Batch]:
 def main() -> None:
   """Runs one process to its end."""
   out = pathlib.Path(sys.argv[1])
-  hosts.start(hosts.make_cluster(config_dict.ConfigDict()))
+  hosts.start(hosts.from_environment(hosts.Cluster()))
   assert jax.device_count() == 2 * jax.local_device_count() == 4
   trainer, learner, batch = make_learner(fsdp=2, context=2)
   peers = hosts.Peers()

@@ -11,9 +11,8 @@ import sys
 import time
 
 import pytest
-from ml_collections import config_dict
 
-from mimo.experiments import ablate, base_policy, cli
+from mimo.experiments import ablate, base_policy, cli, results, schema
 from mimo.telemetry import names
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -85,7 +84,21 @@ def test_a_finished_cell_is_never_run_again(run, tmp_path, capsys):
   assert len(_began(tmp_path / 'work')) == 5
   run('grpo', seeds=(0,), **{'trainer.learning_rate': 0.5})
   assert len(_began(tmp_path / 'work')) == 6
-  assert len(list((tmp_path / 'results').iterdir())) == 3
+  assert len(list((tmp_path / 'results').glob('*.csv'))) == 3
+
+
+def test_results_of_an_earlier_revision_are_drawn_and_gain_none(run, tmp_path, monkeypatch, capsys):
+  run('grpo', seeds=(0,))
+  (tmp_path / 'work' / 'began').unlink()
+  monkeypatch.setattr(results, 'REVISION', 3)
+  monkeypatch.setattr(ablate, 'REVISION', 3)
+  assert run('grpo', 'sc', seeds=(0, 1), workdir='other').exists()
+  assert f'{tmp_path / "results"} keeps 1 of 4 cells, of revision 2, and gains none' in (
+    capsys.readouterr().out
+  )
+  with pytest.raises(cli.Mistake, match=r'keeps cells of revision 2, and mixed/sc/usual/0 is none'):
+    run('sc', seeds=(0,), workdir='other')
+  assert not _began(tmp_path / 'work') and not _began(tmp_path / 'other')
 
 
 def test_a_failed_cell_is_named_and_tried_again(run, tmp_path):
@@ -167,5 +180,4 @@ def test_jobs_come_seed_by_seed():
     'mixed/grpo/usual/5',
     'mixed/sc/usual/5',
   ]
-  assert all(isinstance(job.config, config_dict.ConfigDict) for job in listed)
-  assert json.dumps(listed[0].config.to_dict())
+  assert json.dumps(schema.plain(listed[0].experiment))

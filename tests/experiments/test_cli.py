@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from mimo.experiments import cli
+from mimo.experiments import cli, configuration
 from mimo.telemetry import console
 
 
@@ -19,7 +19,8 @@ def _define(flags: cli.Flags) -> None:
 
 
 def _main(given: argparse.Namespace) -> int | None:
-  config = cli.experiment(given).config
+  with cli.mistakes():
+    config = configuration.read(given.config, given.overrides).config
   if given.out == 'interrupt':
     raise KeyboardInterrupt
   if given.out == 'bug':

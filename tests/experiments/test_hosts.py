@@ -10,7 +10,6 @@ import sys
 import jax
 import numpy as np
 import pytest
-from ml_collections import config_dict
 
 from mimo.experiments import hosts
 from mimo.weights.checkpoints import Checkpoints
@@ -76,20 +75,17 @@ def test_two_processes_are_one_trainer(tmp_path):
 
 
 def test_the_environment_goes_before_the_configuration(monkeypatch):
-  config = config_dict.ConfigDict({'seed': 0})
-  assert hosts.make_cluster(config) == hosts.Cluster('', 1, 0)
-  config.distributed = {'coordinator': 'a:1', 'processes': 4, 'process': 1}
-  assert hosts.make_cluster(config) == hosts.Cluster('a:1', 4, 1)
+  alone = hosts.Cluster()
+  assert hosts.from_environment(alone) == alone and alone.processes == 1
+  stated = hosts.Cluster(coordinator='a:1', processes=4, process=1)
+  assert hosts.from_environment(stated) == stated
   monkeypatch.setenv(hosts.PROCESS, '3')
-  assert hosts.make_cluster(config) == hosts.Cluster('a:1', 4, 3)
+  assert hosts.from_environment(stated).process == 3
   monkeypatch.setenv(hosts.PROCESS, '4')
-  with pytest.raises(ValueError, match='process is 4 of 4; expected one of 0 to 3'):
-    hosts.make_cluster(config)
+  with pytest.raises(ValueError, match=r'distributed\.process is 4 of 4; expected one of 0 to 3'):
+    hosts.from_environment(stated)
   monkeypatch.setenv(hosts.PROCESS, 'x')
   with pytest.raises(ValueError, match="MIMO_PROCESS is 'x'; expected a whole number"):
-    hosts.make_cluster(config)
+    hosts.from_environment(stated)
   with pytest.raises(ValueError, match="coordinator is 'a'; expected host:port"):
-    hosts.Cluster('a', 2, 0)
-  config.distributed.proceses = 2
-  with pytest.raises(ValueError, match=r"is 'proceses'; expected one of .*mean 'processes'"):
-    hosts.make_cluster(config)
+    hosts.Cluster(coordinator='a', processes=2)

@@ -4,9 +4,13 @@ import jax
 import numpy as np
 import pytest
 
+from mimo import objectives
 from mimo.experiments import factories, hosts
 from mimo.experiments.learner import Learner
+from mimo.experiments.schema import parse
 from mimo.trainer.drift import Drift
+from mimo.trainer.sharding import make_mesh
+from mimo.trainer.update import Trainer
 from mimo.types import (
   Candidates,
   EpisodeEnd,
@@ -48,13 +52,20 @@ def _trajectory(pool: str, reward: float, member: int) -> Trajectory:
 @pytest.fixture
 def learner(tiny_config, tiny_policy) -> Learner:
   policy = factories.make_policy(tiny_policy, 'repair')
-  arm = factories.make_arm(tiny_config)
-  trainer = factories.make_trainer(tiny_config, policy.model, arm, 2)
+  arm, options = objectives.arm(tiny_config.arm), parse(tiny_config).trainer
+  trainer = Trainer(
+    policy.model,
+    options,
+    correction=arm.correction,
+    temperature=1.0,
+    num_sources=2,
+    mesh=make_mesh(),
+  )
   return Learner(
     trainer,
     trainer.init_state(policy.params),
     advantage=arm.advantage,
-    buckets=factories.make_buckets(tiny_config),
+    buckets=options.buckets,
     num_candidates=4,
     sources=['one', 'two'],
     peers=hosts.Peers(),

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from mimo.experiments import cells
+from mimo.experiments.results import Results
 from mimo.telemetry import writers
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -62,25 +63,24 @@ def _point(seed, update, score, kl):
 
 def test_grid(tmp_path):
   """Two runs of today's configuration, of which one collapses; older ones; another fleet."""
-  results = tmp_path / 'results'
-  results.mkdir()
   get_config = runpy.run_path(str(_ROOT / 'configs' / 'ablation.py'))['get_config']
-  key = cells.key(cells.resolve(get_config, cells.Cell('mixed/grpo/usual', 0)))
+  cell, other = cells.Cell('mixed/grpo/usual', 0), cells.Cell('homogeneous/grpo/usual', 0)
   now = [
     _point(0, 0, 0.5, 0.01),
     _point(0, 20, 0.1, 0.03),
     _point(1, 0, 0.5, 0.01),
     _point(1, 20, 0.7, 0.03),
   ]
-  cells.write_csv(results / f'mixed-grpo-usual-{key}.csv', now)
   older = [_point(seed, update, 0.9, 0.5) for seed in range(5) for update in (0, 20)]
-  cells.write_csv(results / 'mixed-grpo-usual-0123456789ab.csv', older)
-  other = [point | {'fleet': 'homogeneous'} for point in now]
-  cells.write_csv(results / 'homogeneous-grpo-usual-0123456789ab.csv', other)
+  results = Results(tmp_path / 'results')
+  results.add(cell, cells.resolve(get_config, cell, {'updates': 7}), older)
+  results.add(cell, cells.resolve(get_config, cell), now)
+  elsewhere = [point | {'fleet': 'homogeneous'} for point in now]
+  results.add(other, cells.resolve(get_config, other, {'updates': 7}), elsewhere)
 
-  said = _run('3_grid', tmp_path, MIMO_NOTEBOOK_RESULTS=str(results)).splitlines()
+  said = _run('3_grid', tmp_path, MIMO_NOTEBOOK_RESULTS=str(results.directory)).splitlines()
   assert 'mixed/grpo/usual: 4 points' in said
-  assert any(line.startswith('homogeneous/grpo/usual: 4 points, of another conf') for line in said)
+  assert any(line.startswith('homogeneous/grpo/usual: 4 points, of other values') for line in said)
   # By hand: (0.1 + 0.7) / 2, a standard error of 0.6 / 2; means of 0.01 and 0.03.
   row = next(line for line in said if line.startswith('mixed/grpo/usual  '))
   expected = 'mixed/grpo/usual 0.400 ± 0.300 - 1 of 2 2.00e-02 ± 0.00e+00 - -'

@@ -93,13 +93,15 @@ def test_what_is_written_is_read_back(tmp_path: pathlib.Path):
     (['--out={full}'], 'not empty'),
     (['--out={full}/a/b'], 'no directory'),
     (['--out={full}/a', '--hard_samples=-1'], '--hard_samples is -1'),
+    # jax takes the seed modulo 2**32: this one would be seed 0.
+    (['--out={full}/a', '--seed=4294967296'], '--seed is 4294967296; expected a whole number'),
   ],
 )
 def test_mistakes_end_in_one_line(tmp_path: pathlib.Path, flags: list[str], message: str):
   (tmp_path / 'file').touch()
   with pytest.raises(ValueError, match=message):
     given = dict(flag.format(full=tmp_path).removeprefix('--').split('=') for flag in flags)
-    pretrain._check(given['out'], int(given.get('hard_samples', 0)))
+    pretrain._check(given['out'], int(given.get('hard_samples', 0)), int(given.get('seed', 0)))
 
 
 def test_another_decoder(tmp_path: pathlib.Path):

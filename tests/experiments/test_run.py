@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from mimo.experiments import hosts, prepare, records
+from mimo.experiments import hosts, prepare, records, schema
 from mimo.experiments.run import Run
 from mimo.experiments.workdir import Workdir
 
@@ -28,7 +28,7 @@ class _Closed:
 
 @pytest.fixture
 def planned(tiny_config):
-  return dataclasses.replace(prepare.plan(tiny_config), peers=_Told())
+  return dataclasses.replace(prepare.plan(schema.parse(tiny_config)), peers=_Told())
 
 
 def test_the_others_are_told_to_stop_where_a_run_can_not_be_set_up(
@@ -38,7 +38,7 @@ def test_the_others_are_told_to_stop_where_a_run_can_not_be_set_up(
     raise OSError('the disk is full')
 
   monkeypatch.setattr(records, 'make_writer', full)
-  workdir = Workdir(tmp_path / 'run', planned.config.to_dict())
+  workdir = Workdir(tmp_path / 'run', schema.plain(planned.experiment))
   with pytest.raises(OSError, match='full'):
     Run(planned, workdir)
   assert planned.peers.commands == [hosts.BEGIN, hosts.STOP]
@@ -56,7 +56,7 @@ def test_the_others_are_told_to_stop_where_a_sampler_fails_to_close(planned, tmp
     return learners[0]
 
   planned = dataclasses.replace(planned, learner_of=learner_of)
-  run = Run(planned, Workdir(tmp_path / 'run', planned.config.to_dict()))
+  run = Run(planned, Workdir(tmp_path / 'run', schema.plain(planned.experiment)))
   run.samplers = (Broken(),)
   with pytest.raises(RuntimeError, match='does not end'):
     asyncio.run(run.close())

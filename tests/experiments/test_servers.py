@@ -8,7 +8,7 @@ import runpy
 import pytest
 
 from mimo import fleet
-from mimo.experiments import factories, servers, settings
+from mimo.experiments import factories, schema, servers
 from mimo.models.config import ModelConfig
 from mimo.models.parts import MoEConfig
 from mimo.types import RouteShape, SamplingParams
@@ -21,6 +21,10 @@ _PARAMS = SamplingParams(1.0, 0.97, 8, 16, 32, (2,))
 
 def _config(name: str):
   return runpy.run_path(str(_ROOT / 'configs' / name))['get_config']()
+
+
+def _pools(name: str):
+  return schema.parse(_config(name)).fleet
 
 
 @pytest.fixture
@@ -48,7 +52,7 @@ def _servers(tmp_path, pools, tiny_policy, *, moe=None, routes=False):
 def test_what_is_missing_is_named(monkeypatch) -> None:
   monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
   with pytest.raises(ValueError, match=r"pools\.cpu_bf16\.server is 'vllm', which needs vllm and"):
-    factories.make_pools(_config('mixed_vllm.py'))
+    servers.check_pool(_pools('mixed_vllm.py')[0])
 
 
 @pytest.mark.parametrize(
@@ -57,21 +61,21 @@ def test_what_is_missing_is_named(monkeypatch) -> None:
     ('format', 'fp8_block', "format is 'fp8_block'; expected one of bf16, fp8_channel, nvfp4_w4a4"),
     ('kv_cache_dtype', 'fp8', "kv_cache_dtype is 'fp8'; expected 'bf16'"),
     ('server', 'vlm', "server is 'vlm'; expected one of native, vllm; did you mean 'vllm'"),
-    ('accelerator', '0xH100', "accelerator is '0xH100'; expected at least one GPU"),
+    ('accelerator', '0xH100', "accelerator is '0xH100'; expected 1 to 64 GPUs"),
   ],
 )
 def test_what_no_server_here_can_be_is_refused(installed, key, value, words) -> None:
   config = _config('mixed_vllm.py')
   config.pools.cpu_fp8[key] = value
   with pytest.raises(ValueError, match=f'pools.cpu_fp8.{words}'):
-    settings.check(config)
-    factories.make_pools(config)
+    for pool in schema.parse(config).fleet:
+      servers.check_pool(pool)
 
 
 def test_a_server_on_cores(installed, tmp_path, tiny_policy, monkeypatch) -> None:
   monkeypatch.setattr(servers.os, 'cpu_count', lambda: 8)
-  pools = factories.make_pools(_config('mixed_vllm.py'))
-  assert {pool.usd_per_gpu_hour for pool in pools} == {0.0}
+  pools = _pools('mixed_vllm.py')
+  assert {pool.replica_usd_per_hour for pool in pools} == {0.0}
   made = _servers(tmp_path, pools, tiny_policy)
   by_format = {pool.format: made._settings(pool, tmp_path / 'view', 8000) for pool in pools}
   bf16, nvfp4 = by_format['bf16'], by_format['nvfp4_w4a4']
@@ -86,7 +90,7 @@ def test_a_server_on_cores(installed, tmp_path, tiny_policy, monkeypatch) -> Non
 
 
 def test_what_a_server_says_of_itself_becomes_scalars(installed, tmp_path, tiny_policy) -> None:
-  pools = factories.make_pools(_config('mixed_vllm.py'))
+  pools = _pools('mixed_vllm.py')
   sampler = _servers(tmp_path, pools, tiny_policy).sampler(pools[0])
   scalars = servers.replica_metrics([sampler])
   assert scalars['replica/cpu_bf16/serving'] == 0.0
@@ -97,8 +101,8 @@ def test_what_a_server_says_of_itself_becomes_scalars(installed, tmp_path, tiny_
 def test_servers_on_gpus_share_none(installed, tmp_path, tiny_policy, monkeypatch) -> None:
   config = _config('mixed_vllm_gpu.py')
   config.pools.h100_fp8.accelerator = '2xH100'
-  pools = factories.make_pools(config)
-  assert [(pool.accelerator, pool.gpus_per_replica) for pool in pools] == [
+  pools = schema.parse(config).fleet
+  assert [(pool.gpu, pool.gpus_per_replica) for pool in pools] == [
     ('H100', 1),
     ('H100', 2),
     ('H100', 1),
@@ -126,7 +130,7 @@ def test_servers_on_gpus_tell_routes_where_there_are_experts(
 ) -> None:
   moe = MoEConfig(8, 2, 64, 0, True)
   for name, told in (('mixed_vllm_gpu.py', True), ('mixed_vllm.py', False)):
-    pool = factories.make_pools(_config(name))[0]
+    pool = _pools(name)[0]
     made = _servers(tmp_path, [pool], tiny_policy, moe=moe, routes=True)
     shape = RouteShape(made._model.num_layers, 8, 2) if told else None
     assert made.sampler(pool).contract.routes == shape

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from mimo.experiments import cli, settings, train
+from mimo.experiments import cli, schema, train
 from mimo.experiments.workdir import differing_keys
 from mimo.telemetry import writers
 from mimo.weights.checkpoints import load_policy
@@ -168,9 +168,10 @@ def test_async_run_publishes_evaluates_and_books(tiny_config, tmp_path, capsys) 
     ('pools.h100_fp8.sessions', 0, 'sessions'),
     ('pools.h100_fp8.kv_cache_dtype', 'fp4', 'bf16'),
     ('rollouts.schedule', 'asink', "'async'"),
-    ('rollouts.group_size', 1, 'at least 2'),
+    ('rollouts.group_size', 1, '>= 2'),
     ('block_scale', 'max', 'amax'),
-    ('sampling.temperature', 0.0, '> 0'),
+    ('sampling.temperature', 0.0, '>= 0.01'),
+    ('sampling.candidates', 129, "at most 128, the policy's vocabulary"),
     ('trainer.mesh', 'data=64', '64'),
     ('trainer.mesh', 'dta=2', "did you mean 'data'"),
     ('trainer.mesh', 'data', 'one size of data'),
@@ -208,4 +209,4 @@ def test_every_config_loads_and_is_not_too_large(path) -> None:
   tree = config.to_dict()
   tree['pools'] = next(iter(tree['pools'].values()))  # a fleet's size says nothing of the rest
   assert leaves(tree) <= 60
-  settings.check(config)
+  schema.parse(config)

@@ -44,17 +44,20 @@ def test_a_run_may_go_on_with_another_layout_of_devices(tmp_path) -> None:
     workdir.Workdir(tmp_path, {**_CONFIG, 'trainer': {**moved, 'rows': 4}})
 
 
-def test_says_what_a_run_of_another_release_states_otherwise(tmp_path) -> None:
-  old = {**_CONFIG, 'rollouts': {'lag': {'updates': 1}}}
-  new = {**_CONFIG, 'rollouts': {'lag': 1, 'virtual': 2}}
+def test_a_run_of_another_release_is_refused_as_that(tmp_path) -> None:
+  old = {**_CONFIG, 'arm': 'sc', 'trainer': {'b2': 0.5}}
   workdir.Workdir(tmp_path, old).close()
-  with pytest.raises(
-    ValueError, match=r"rollouts.lag is \{'updates': 1\} and here is 1 \(1 more differ\)"
-  ):
-    workdir.Workdir(tmp_path, new)
-  (tmp_path / 'config.json').write_text(json.dumps({**_CONFIG, 'rollouts': {'lag': 1}}))
-  with pytest.raises(ValueError, match=r'rollouts.virtual is not stated and here is 2;'):
-    workdir.Workdir(tmp_path, new)
+  with pytest.raises(ValueError, match=r'an earlier release of mimo: trainer\.b1 is no key there'):
+    workdir.Workdir(tmp_path, {**_CONFIG, 'trainer': {'b1': 0.9, 'b2': 0.98}})
+  with pytest.raises(ValueError, match=r'of another release of mimo: trainer is no key here;'):
+    workdir.Workdir(tmp_path, _CONFIG)
+
+
+def test_another_fleet_is_no_other_release(tmp_path) -> None:
+  workdir.Workdir(tmp_path, _CONFIG).close()
+  pools = {**_CONFIG['pools'], 'b': {'format': 'bf16'}}
+  with pytest.raises(ValueError, match=r"whose pools\.b is not stated and here is \{'format'"):
+    workdir.Workdir(tmp_path, {**_CONFIG, 'pools': pools})
 
 
 def test_refuses_a_directory_in_use_or_of_something_else(tmp_path) -> None:

@@ -6,17 +6,14 @@ from mimo.fleet import cost, pools
 
 A = pools.Pool(
   name='a',
-  accelerator='H100',
-  gpus_per_replica=2,
-  replicas=3,
+  accelerator='2xH100',
   format='fp8_block',
   kv_cache_dtype='fp8',
-  prefix_cache='keep',
-  sessions_per_replica=16,
+  sessions=16,
   usd_per_gpu_hour=4.0,
   turns_per_hour=1000.0,
 )
-B = dataclasses.replace(A, name='b', gpus_per_replica=1, usd_per_gpu_hour=2.5, turns_per_hour=500.0)
+B = dataclasses.replace(A, name='b', accelerator='H100', usd_per_gpu_hour=2.5, turns_per_hour=500.0)
 UNSTATED = dataclasses.replace(A, name='c', turns_per_hour=None)
 
 

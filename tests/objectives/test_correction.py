@@ -17,9 +17,9 @@ def test_is_hashable_and_frozen():
   ('fields', 'message'),
   [
     ({'importance': 'clipped'}, "importance is 'clipped'; expected one of"),
-    ({'low': -0.1}, 'low is -0.1; expected a finite number >= 0'),
-    ({'high': math.inf}, 'high is inf; expected a finite number >= 0'),
-    ({'low': math.nan}, 'low is nan; expected a finite number >= 0'),
+    ({'low': -0.1}, 'low is -0.1; expected a number >= 0'),
+    ({'high': math.inf}, 'high is inf; expected a number >= 0'),
+    ({'low': math.nan}, 'low is nan; expected a number >= 0'),
     ({'high': '5'}, "high is '5'; expected a number"),
     ({'low': True}, 'low is True; expected a number'),
     ({'low': 5.0, 'high': 0.5}, 'low is 5.0 and high is 0.5; expected low <= high'),

@@ -21,8 +21,9 @@ K = 24  # the whole vocabulary
 def trainer(model):
   return update.Trainer(
     model,
-    TrainerConfig(learning_rate=1e-2, temperature=0.7, head_chunk_tokens=16),
+    TrainerConfig(learning_rate=1e-2, head_chunk_tokens=16),
     correction=objectives.arm('grpo').correction,
+    temperature=0.7,
     num_sources=1,
     mesh=sharding.make_mesh(),
   )

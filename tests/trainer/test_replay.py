@@ -34,7 +34,9 @@ from mimo.weights.views import View, ViewSpec, write_view
 
 VOCAB, K, TURNS = 40, 3, 2
 TEMPERATURE = 0.8
-CONFIG = TrainerConfig(learning_rate=1e-3, temperature=TEMPERATURE, head_chunk_tokens=16)
+CONFIG = TrainerConfig(
+  learning_rate=1e-3, max_grad_norm=0.0, warmup_updates=0, head_chunk_tokens=16
+)
 SAMPLING = SamplingParams(TEMPERATURE, 1.0, 0, K, 7, ())
 BUCKET = packing.Bucket(tokens=64, trained=48, rows=2)
 
@@ -161,7 +163,7 @@ def _pack(trajectories, model):
 def spec(model):
   mesh = sharding.make_mesh()
   config = dataclasses.replace(CONFIG, replay_routes=True)
-  return update.Spec(model, config, objectives.arm('sc_mis').correction, 1, mesh)
+  return update.Spec(model, config, objectives.arm('sc_mis').correction, TEMPERATURE, 1, mesh)
 
 
 @pytest.fixture(scope='module')
@@ -214,7 +216,12 @@ def _reference(directory, trajectory, routes):
 @functools.cache
 def _trainer(spec):
   return update.Trainer(
-    spec.model, spec.config, correction=spec.correction, num_sources=1, mesh=spec.mesh
+    spec.model,
+    spec.config,
+    correction=spec.correction,
+    temperature=spec.temperature,
+    num_sources=1,
+    mesh=spec.mesh,
   )
 
 
@@ -271,6 +278,7 @@ def test_every_mesh_replays_alike(spec, params, trajectories):
       spec.model,
       spec.config,
       correction=spec.correction,
+      temperature=spec.temperature,
       num_sources=1,
       mesh=sharding.make_mesh(**sizes),
     )
@@ -290,4 +298,11 @@ def test_every_mesh_replays_alike(spec, params, trajectories):
 def test_a_model_without_experts_has_none_to_replay(spec, model):
   dense = dataclasses.replace(model, family='qwen3', moe=None, intermediate_size=48)
   with pytest.raises(ValueError, match='replay_routes is True of a qwen3 model; expected one with'):
-    update.Trainer(dense, spec.config, correction=spec.correction, num_sources=1, mesh=spec.mesh)
+    update.Trainer(
+      dense,
+      spec.config,
+      correction=spec.correction,
+      temperature=spec.temperature,
+      num_sources=1,
+      mesh=spec.mesh,
+    )

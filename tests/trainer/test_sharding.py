@@ -10,7 +10,9 @@ from mimo import objectives
 from mimo.trainer import packing, sharding, update
 from mimo.trainer.state import TrainerConfig
 
-CONFIG = TrainerConfig(learning_rate=1e-2, eps=1e-6, head_chunk_tokens=16)
+CONFIG = TrainerConfig(
+  learning_rate=1e-2, eps=1e-6, max_grad_norm=0.0, warmup_updates=0, head_chunk_tokens=16
+)
 LENGTHS = [9, 12, 7, 8, 12, 7, 8, 10]
 
 
@@ -31,6 +33,7 @@ def _update(model, params, batch, sizes):
     model,
     CONFIG,
     correction=objectives.arm('sc_mis').correction,
+    temperature=1.0,
     num_sources=2,
     mesh=sharding.make_mesh(**sizes),
   )

@@ -26,9 +26,9 @@ CONFIG = TrainerConfig(
   weight_decay=0.5,
   max_grad_norm=2.0,
   warmup_updates=2,
-  temperature=0.7,
   head_chunk_tokens=16,
 )
+TEMPERATURE = 0.7
 CORRECTION = objectives.arm('sc_mis').correction
 
 
@@ -55,7 +55,12 @@ def compiled(model):
     for name in ('micro_step', 'apply'):
       patch.setattr(update, name, counted(name))
     trainer = update.Trainer(
-      model, CONFIG, correction=CORRECTION, num_sources=2, mesh=sharding.make_mesh()
+      model,
+      CONFIG,
+      correction=CORRECTION,
+      temperature=TEMPERATURE,
+      num_sources=2,
+      mesh=sharding.make_mesh(),
     )
   return trainer, traces
 
@@ -67,7 +72,7 @@ def trainer(compiled) -> update.Trainer:
 
 @pytest.fixture(scope='module')
 def trajectories(make_trajectories):
-  return make_trajectories(LENGTHS, temperature=CONFIG.temperature)
+  return make_trajectories(LENGTHS, temperature=TEMPERATURE)
 
 
 @pytest.fixture(scope='module')
@@ -83,7 +88,7 @@ def oracle(model):
     policy = rounded(params)
     hidden = forward(policy, tokens, (index < length).astype(np.int32), index)
     hidden = np.asarray(hidden[0], np.float64)[np.flatnonzero(trajectory.sampled) - 1]
-    logits = hidden @ np.float64(policy['embed']['embedding']).T / CONFIG.temperature
+    logits = hidden @ np.float64(policy['embed']['embedding']).T / TEMPERATURE
     return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
 
   return logps
@@ -100,7 +105,7 @@ def pack(trajectories, buckets, adv=ADV) -> packing.Batch:
     buckets=buckets,
     num_candidates=K,
     sources=SOURCES,
-    temperature=CONFIG.temperature,
+    temperature=TEMPERATURE,
   )
 
 
@@ -223,7 +228,7 @@ def test_one_trace_per_bucket_and_determinism(compiled, params, make_trajectorie
   state = trainer.init_state(params)
   for seed in range(3):
     # Nine rows: two micro-batches of four and one of one.
-    given = make_trajectories([*LENGTHS, 12], seed=seed, temperature=CONFIG.temperature)
+    given = make_trajectories([*LENGTHS, 12], seed=seed, temperature=TEMPERATURE)
     batch = pack(given, buckets, [*ADV, 1.0])
     assert len(batch.micro) == 3
     state, metrics = trainer.update(state, batch)
@@ -392,7 +397,12 @@ def test_bf16_compute_is_near_and_sums_in_float32(trainer, params, trajectories,
 def test_what_is_kept_on_the_host_changes_no_number(model, params, trajectories, compiled):
   config = dataclasses.replace(CONFIG, remat=True, offload=('residuals', 'moments'))
   offloaded = update.Trainer(
-    model, config, correction=CORRECTION, num_sources=2, mesh=sharding.make_mesh()
+    model,
+    config,
+    correction=CORRECTION,
+    temperature=TEMPERATURE,
+    num_sources=2,
+    mesh=sharding.make_mesh(),
   )
   batch = pack(trajectories[:4], [bucket(4)], ADV[:4])
   states = []
