@@ -32,7 +32,7 @@ from typing import Any, TextIO
 from ml_collections import config_dict
 
 from mimo import checks
-from mimo.experiments import base_policy, cli, configuration, schema
+from mimo.experiments import base_policy, cli, command, configuration, schema
 from mimo.experiments.cells import Cell, resolve, rows
 from mimo.experiments.results import REVISION, Results, digest
 from mimo.experiments.train import train
@@ -338,7 +338,7 @@ def main(given: argparse.Namespace) -> None:
   console.say(f'report: {written}')
 
 
-COMMAND = cli.Command('ablate', __doc__, define_flags, main, takes_config=True)
+COMMAND = command.Command('ablate', __doc__, define_flags, main, takes_config=True)
 
 if __name__ == '__main__':
-  sys.exit(cli.main(COMMAND))
+  sys.exit(COMMAND.start())

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mimo.experiments import cli, pretrain
+from mimo.experiments import cli, command, pretrain
 from mimo.models.config import ModelConfig
 from mimo.tasks.repair import demonstrations, vocabulary
 from mimo.telemetry import console
@@ -157,7 +157,7 @@ def main(given: argparse.Namespace) -> None:
   console.say(f'policy: {path}')
 
 
-COMMAND = cli.Command('base-policy', __doc__, define_flags, main)
+COMMAND = command.Command('base-policy', __doc__, define_flags, main)
 
 if __name__ == '__main__':
-  sys.exit(cli.main(COMMAND))
+  sys.exit(COMMAND.start())

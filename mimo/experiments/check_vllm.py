@@ -12,7 +12,7 @@ import importlib.metadata
 import importlib.util
 import sys
 
-from mimo.experiments import cli
+from mimo.experiments import cli, command
 from mimo.samplers.vllm import internals
 from mimo.samplers.vllm.launch import PLUGIN
 from mimo.telemetry import console
@@ -97,7 +97,7 @@ def _misfits() -> str:
   return 'vLLM runs on CPU, and nothing beside it breaks transformers'
 
 
-COMMAND = cli.Command('check-vllm', __doc__, define_flags, main)
+COMMAND = command.Command('check-vllm', __doc__, define_flags, main)
 
 if __name__ == '__main__':
-  sys.exit(cli.main(COMMAND))
+  sys.exit(COMMAND.start())

@@ -1,8 +1,4 @@
-"""How a command starts and ends: flags in, one line out for a mistake, an exit code.
-
-A command's module defines a `Command`, so importing it (in a notebook, in a test) starts nothing.
-`mimo NAME` and `python -m mimo.experiments.NAME` both end in `run`, which never exits by itself.
-"""
+"""How commands start and end: flags in, one line out for a mistake, an exit code."""
 
 from __future__ import annotations
 
@@ -10,15 +6,12 @@ import argparse
 import contextlib
 import dataclasses
 import faulthandler
-import inspect
-import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from absl import logging
 
-from mimo import checks
 from mimo.experiments import configuration
 from mimo.telemetry import console
 
@@ -86,61 +79,11 @@ class Flags(argparse.ArgumentParser):
     raise Usage(message)
 
 
-@dataclasses.dataclass(frozen=True)
-class Command:
-  """A command of `mimo`.
-
-  Attributes:
-    name: as it is typed, after `mimo`.
-    doc: what it does; help shows it whole.
-    define_flags: adds its flags.
-    main: does it. Returns the exit code, None for 0. Raises Mistake.
-    takes_config: it has --config, overrides of it, and --print_config.
-    check: does what of `main` needs no device and writes nothing, for --dry_run; returns a line.
-  """
-
-  name: str
-  doc: str
-  define_flags: Callable[[Flags], None]
-  main: Callable[[argparse.Namespace], int | None]
-  takes_config: bool = False
-  check: Callable[[argparse.Namespace], str] | None = None
-
-  def flags(self) -> Flags:
-    """Returns the parser of its flags."""
-    flags = Flags(
-      prog=f'mimo {self.name}',
-      description=inspect.cleandoc(self.doc),
-      formatter_class=argparse.RawDescriptionHelpFormatter,
-      add_help=False,
-      allow_abbrev=False,
-    )
-    if self.takes_config:
-      flags.flag('config', str, None, 'the experiment: its name, or a file', 'NAME[:ARGUMENT]')
-    self.define_flags(flags)
-    if self.takes_config:
-      flags.add_argument(
-        '--print_config', action='store_true', help='print the resolved configuration, and stop'
-      )
-    if self.check is not None:
-      flags.add_argument(
-        '--dry_run', action='store_true', help='check what needs no device, write nothing, and stop'
-      )
-    flags.add_argument('--help', '-h', action='store_true', help='print this, and stop')
-    return flags
-
-
 def required(given: argparse.Namespace, **expected: str) -> None:
   """Raises Usage for the first flag that is missing, of `name='what is expected'`."""
   for name, what in expected.items():
     if not getattr(given, name):
       raise Usage(f'--{name} is missing; expected {what}')
-
-
-def main(command: Command) -> int:
-  """Runs a command in a process of its own and returns the exit code."""
-  prepare_process()
-  return run(command, sys.argv[1:])
 
 
 def prepare_process() -> None:
@@ -150,17 +93,6 @@ def prepare_process() -> None:
   logging.set_verbosity(logging.ERROR)
   with contextlib.suppress(OSError, ValueError):  # a standard error that is no file
     faulthandler.enable()
-
-
-def run(command: Command, argv: Sequence[str]) -> int:
-  """Runs a command and returns its exit code.
-
-  A Mistake and Ctrl-C end in one line on standard error. Other exceptions pass, with their
-  traceback.
-  """
-  with ending(f'mimo {command.name}') as end:
-    end.code = _run(command, argv)
-  return end.code
 
 
 @dataclasses.dataclass
@@ -187,34 +119,3 @@ def ending(prefix: str) -> Iterator[End]:
   if message:
     console.line(f'{prefix}: {" ".join(message.split())}', sys.stderr)
   console.Screen(sys.stdout).flush()
-
-
-def _run(command: Command, argv: Sequence[str]) -> int:
-  flags = command.flags()
-  try:
-    overrides, rest = configuration.split_overrides(argv if command.takes_config else ())
-  except ValueError as error:
-    raise Usage(str(error)) from error
-  given, unknown = flags.parse_known_args(rest if command.takes_config else argv)
-  if given.help:
-    console.say(flags.format_help().rstrip())
-    return 0
-  if unknown:
-    raise Usage(_unknown(unknown[0], sorted(vars(given))))
-  given.overrides = overrides
-  if command.takes_config and given.print_config:
-    with mistakes():
-      stated = configuration.read(given.config, given.overrides)
-    console.say(json.dumps(stated.config.to_dict(), indent=2))
-    return 0
-  if command.check is not None and given.dry_run:
-    console.say(command.check(given))
-    return 0
-  return command.main(given) or 0
-
-
-def _unknown(argument: str, known: Sequence[str]) -> str:
-  if not argument.startswith('-'):
-    return f'got the argument {argument!r}; expected only flags'
-  name = argument.lstrip('-').split('=')[0]
-  return f'there is no flag --{name}{checks.nearest(name, known)}'

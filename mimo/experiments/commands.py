@@ -47,8 +47,7 @@ def run(argv: Sequence[str]) -> int:
     elif name == '--version':
       console.say(mimo.__version__)
     else:
-      module = importlib.import_module(_module(name))
-      return cli.run(module.COMMAND, arguments)
+      return importlib.import_module(_module(name)).COMMAND.run(arguments)
   return end.code
 
 

@@ -95,7 +95,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[st
   """Takes `--config.KEY=VALUE` and `--config.KEY VALUE` out of a command line.
 
   Returns:
-    ((key, value) of each, the other arguments). Raises ValueError where a value is missing.
+    ((key, value) of each, the other arguments). Raises Misstated where a value is missing.
   """
   overrides, rest = [], []
   arguments = iter(argv)
@@ -107,7 +107,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[st
     if not equals:
       value = next(arguments, '')
       if not value or value.startswith('--'):
-        raise ValueError(f'{flag} has no value; expected {flag}=VALUE')
+        raise Misstated(f'{flag} has no value; expected {flag}=VALUE')
     overrides.append((flag.removeprefix('--config.'), value))
   return overrides, rest
 

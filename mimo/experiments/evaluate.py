@@ -18,8 +18,8 @@ import sys
 import tempfile
 
 from mimo.evaluation.evaluate import EvalResult, full_vocabulary
-from mimo.experiments import cli, configuration, factories
-from mimo.experiments.schema import Experiment, parse
+from mimo.experiments import cli, command, factories
+from mimo.experiments.schema import Experiment
 from mimo.tasks.base import Task
 from mimo.telemetry import console
 from mimo.telemetry.progress import evaluation_line
@@ -80,8 +80,7 @@ def define_flags(flags: cli.Flags) -> None:
 
 def main(given: argparse.Namespace) -> None:
   """Runs the command."""
-  with cli.mistakes():
-    experiment = parse(configuration.read(given.config, given.overrides).config)
+  _, experiment = command.stated(given)
   cli.required(given, checkpoint='an Orbax or Hugging Face checkpoint')
   with cli.mistakes():
     policy, task = _plan(experiment, given.checkpoint, given.samples, given.out)
@@ -98,7 +97,7 @@ def main(given: argparse.Namespace) -> None:
   console.say(evaluation_line(given.checkpoint, result.summary()))
 
 
-COMMAND = cli.Command('evaluate', __doc__, define_flags, main, takes_config=True)
+COMMAND = command.Command('evaluate', __doc__, define_flags, main, takes_config=True)
 
 if __name__ == '__main__':
-  sys.exit(cli.main(COMMAND))
+  sys.exit(COMMAND.start())

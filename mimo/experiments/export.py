@@ -19,7 +19,7 @@ import sys
 
 import ml_dtypes
 
-from mimo.experiments import cli, factories
+from mimo.experiments import cli, command, factories
 from mimo.telemetry import console
 from mimo.weights import formats
 from mimo.weights.checkpoints import open_policy
@@ -74,7 +74,7 @@ def main(given: argparse.Namespace) -> None:
   console.say(f'{weight_format}: {given.out}')
 
 
-COMMAND = cli.Command('export', __doc__, define_flags, main)
+COMMAND = command.Command('export', __doc__, define_flags, main)
 
 if __name__ == '__main__':
-  sys.exit(cli.main(COMMAND))
+  sys.exit(COMMAND.start())

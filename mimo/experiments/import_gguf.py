@@ -15,7 +15,7 @@ import sys
 
 import ml_dtypes
 
-from mimo.experiments import cli
+from mimo.experiments import cli, command
 from mimo.models.table import from_named_tensors
 from mimo.telemetry import console
 from mimo.weights import gguf, huggingface
@@ -68,7 +68,7 @@ def main(given: argparse.Namespace) -> None:
   console.say(f'wrote {given.out}')
 
 
-COMMAND = cli.Command('import-gguf', __doc__, define_flags, main)
+COMMAND = command.Command('import-gguf', __doc__, define_flags, main)
 
 if __name__ == '__main__':
-  sys.exit(cli.main(COMMAND))
+  sys.exit(COMMAND.start())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mimo.experiments import cli
+from mimo.experiments import cli, command
 from mimo.telemetry import console
 from mimo.weights import huggingface
 from mimo.weights.checkpoints import write_policy
@@ -33,7 +33,7 @@ def main(given: argparse.Namespace) -> None:
   console.say(f'wrote {given.out}')
 
 
-COMMAND = cli.Command('import-hf', __doc__, define_flags, main)
+COMMAND = command.Command('import-hf', __doc__, define_flags, main)
 
 if __name__ == '__main__':
-  sys.exit(cli.main(COMMAND))
+  sys.exit(COMMAND.start())

@@ -32,8 +32,8 @@ import jax
 import numpy as np
 
 from mimo import checks, objectives
-from mimo.experiments import cli, configuration, factories
-from mimo.experiments.schema import Experiment, parse
+from mimo.experiments import cli, command, factories
+from mimo.experiments.schema import Experiment
 from mimo.models.config import ModelConfig
 from mimo.telemetry import console
 from mimo.trainer import memory, sharding
@@ -233,9 +233,8 @@ def define_flags(flags: cli.Flags) -> None:
 
 def main(given: argparse.Namespace) -> None:
   """Runs the command."""
+  stated, experiment = command.stated(given)
   with cli.mistakes():
-    stated = configuration.read(given.config, given.overrides)
-    experiment = parse(stated.config)
     compiled = _chosen('--compile', given.compile)
     # Before anything asks for a device.
     jax.config.update('jax_platforms', 'cpu')
@@ -245,7 +244,7 @@ def main(given: argparse.Namespace) -> None:
     plan(experiment, model, compiled, given.limit_gib)
 
 
-COMMAND = cli.Command('plan', __doc__, define_flags, main, takes_config=True)
+COMMAND = command.Command('plan', __doc__, define_flags, main, takes_config=True)
 
 if __name__ == '__main__':
-  sys.exit(cli.main(COMMAND))
+  sys.exit(COMMAND.start())

@@ -32,7 +32,7 @@ import numpy as np
 import optax
 
 from mimo import checks
-from mimo.experiments import cli, evaluate, schema
+from mimo.experiments import cli, command, evaluate, schema
 from mimo.experiments.factories import Policy
 from mimo.models import decoder
 from mimo.models.config import ModelConfig, RopeConfig
@@ -271,7 +271,7 @@ def main(given: argparse.Namespace) -> None:
     console.say(evaluation_line(str(out), result.summary()))
 
 
-COMMAND = cli.Command('pretrain', __doc__, define_flags, main)
+COMMAND = command.Command('pretrain', __doc__, define_flags, main)
 
 if __name__ == '__main__':
-  sys.exit(cli.main(COMMAND))
+  sys.exit(COMMAND.start())

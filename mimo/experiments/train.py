@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from ml_collections import config_dict
 
-from mimo.experiments import cli, configuration, defaults, hosts
+from mimo.experiments import cli, command, configuration, defaults, hosts
 from mimo.experiments.prepare import follow, plan
 from mimo.experiments.run import Run
 from mimo.experiments.schema import parse, plain
@@ -124,7 +124,7 @@ def main(given: argparse.Namespace) -> None:
   train(stated.config, given.workdir or defaults.default_workdir(stated.file))
 
 
-COMMAND = cli.Command('train', __doc__, define_flags, main, takes_config=True)
+COMMAND = command.Command('train', __doc__, define_flags, main, takes_config=True)
 
 if __name__ == '__main__':
-  sys.exit(cli.main(COMMAND))
+  sys.exit(COMMAND.start())

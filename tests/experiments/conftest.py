@@ -8,7 +8,7 @@ import jax
 import pytest
 from ml_collections import config_dict
 
-from mimo.experiments import cli
+from mimo.experiments import command
 from mimo.models import decoder
 from mimo.models.config import ModelConfig
 from mimo.tasks.repair import vocabulary
@@ -49,8 +49,8 @@ def tiny_policy(tmp_path_factory) -> str:
 def run_command(capsys):
   """Runs a command in this process: (command, its flags) -> exit code, stdout and stderr."""
 
-  def run(command: cli.Command, *flags: str) -> subprocess.CompletedProcess[str]:
-    code = cli.run(command, flags)
+  def run(ran: command.Command, *flags: str) -> subprocess.CompletedProcess[str]:
+    code = ran.run(flags)
     return subprocess.CompletedProcess(flags, code, *capsys.readouterr())
 
   return run

