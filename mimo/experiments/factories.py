@@ -32,6 +32,7 @@ from mimo.types import PromptRef, SamplingParams, Source, Trajectory
 from mimo.weights import sources
 from mimo.weights.calibration import calibrate
 from mimo.weights.checkpoints import open_policy
+from mimo.weights.digest import policy_digest
 from mimo.weights.layouts import Origin
 from mimo.weights.publication import ViewFollower
 from mimo.weights.store import Store
@@ -73,6 +74,11 @@ class Policy:
   def origin(self) -> Origin | None:
     """How the checkpoint stores it, and what is carried along; None where there is none."""
     return self.weights.origin if isinstance(self.weights, sources.Source) else None
+
+  def digest(self) -> str:
+    """Returns the hash of the checkpoint that holds it; see `policy_digest`."""
+    assert isinstance(self.weights, sources.Source), 'parameters in memory have no checkpoint'
+    return policy_digest(self.weights.root)
 
   def placed(self, like: dict[str, Any]) -> dict[str, Any]:
     """Returns the parameters with the dtypes and shardings of `like`.

@@ -1,10 +1,11 @@
-"""One batch of groups in, numbers out: packing, the jitted update, one fetch from the device."""
+"""One batch of groups in, numbers out later: packing, the jitted update, one fetch."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +20,55 @@ from mimo.trainer.state import TrainState
 from mimo.trainer.update import ADVANTAGE_SIZE, Trainer
 from mimo.types import Group
 from mimo.weights.publication import Snapshot
+
+
+class PendingUpdate:
+  """An update that was handed to the device, and what it measures once it is done."""
+
+  def __init__(
+    self,
+    metrics: dict[str, Any],
+    measures: dict[str, float],
+    tokens: int,
+    sources: Sequence[str],
+    began_at: float,
+  ) -> None:
+    """Waits for nothing.
+
+    Args:
+      metrics: what `Trainer.update` returned, on the device.
+      measures: numbers that the host has already, by name.
+      tokens: of the batch, padding left out.
+      sources: pool names.
+      began_at: when its batch was there, on `time.perf_counter`.
+    """
+    self._metrics = metrics
+    self._measures = measures
+    self._tokens = tokens
+    self._sources = tuple(sources)
+    self._began_at = began_at
+    self._secs: float | None = None
+
+  def wait(self) -> None:
+    """Returns once it is done, and notes how long it took."""
+    if self._secs is None:
+      jax.block_until_ready(self._metrics)
+      self._secs = time.perf_counter() - self._began_at
+
+  def scalars(self) -> dict[str, float]:
+    """Waits for it, and returns scalars over all tokens and by source."""
+    self.wait()
+    assert self._secs is not None
+    metrics = jax.device_get(self._metrics) | self._measures
+    aux = metrics.pop('aux')
+    scalars = {names.of_train(name): float(value) for name, value in metrics.items()}
+    scalars |= {names.of_train(n): float(v) for n, v in _objective(total_aux(aux)).items()}
+    for i, pool in enumerate(self._sources):
+      row = _objective({name: leaf[i] for name, leaf in aux.items()})
+      if row[names.TOKENS]:
+        scalars |= {names.of_source(pool, name): float(value) for name, value in row.items()}
+    speed = {names.TRAINER_SPEED: self._tokens / self._secs, 'speed/update_secs': self._secs}
+    return scalars | speed
 
 
 class Learner:
@@ -59,9 +109,10 @@ class Learner:
     self._sources = tuple(sources)
     self._peers = peers
     self._drift = drift
+    self._pending: PendingUpdate | None = None
 
-  def update(self, groups: Sequence[Group], *, measure_drift: bool = False) -> dict[str, float]:
-    """Learns from one batch. Returns scalars over all tokens, and by source.
+  def update(self, groups: Sequence[Group], *, measure_drift: bool = False) -> PendingUpdate:
+    """Learns from one batch, on the device; its numbers are taken later.
 
     Where it was given a `Drift`, `measure_drift` adds its norms.
     """
@@ -85,19 +136,13 @@ class Learner:
     if self._drift is not None and measure_drift:
       measures = self._drift.measure(self.state.params, batch)
     self.state, metrics = self._trainer.update(self.state, batch)
-    metrics = jax.device_get(metrics) | measures
-    aux = metrics.pop('aux')
-    scalars = {names.of_train(name): float(value) for name, value in metrics.items()}
-    scalars |= {names.of_train(n): float(v) for n, v in _objective(total_aux(aux)).items()}
-    for i, pool in enumerate(self._sources):
-      row = _objective({name: leaf[i] for name, leaf in aux.items()})
-      if row[names.TOKENS]:
-        scalars |= {names.of_source(pool, name): float(value) for name, value in row.items()}
-    secs = time.perf_counter() - begin
-    return scalars | {names.TRAINER_SPEED: batch.tokens / secs, 'speed/update_secs': secs}
+    self._pending = PendingUpdate(metrics, measures, batch.tokens, self._sources, begin)
+    return self._pending
 
   def snapshot(self) -> Iterable[tuple[str, np.ndarray]]:
     """Returns the policy as it is now, which the next update leaves alone."""
+    if self._pending is not None:
+      self._pending.wait()  # what follows waits for it anyway, and this tells when it was done
     spec = self._trainer.spec
     if self._peers.several:
       return hosts.SharedSnapshot(spec.model, self.state.params, spec.mesh, self._peers)
@@ -106,10 +151,6 @@ class Learner:
   def before_save(self, update: int) -> None:
     """Has the other processes save as well; the caller saves next."""
     self._peers.tell(hosts.SAVE, update)
-
-  def close(self) -> None:
-    """Lets the other processes end."""
-    self._peers.tell(hosts.STOP)
 
   def follow(self, save: Callable[[int, TrainState], None]) -> None:
     """Any process but the first: does what the first one says, until it has no more to say."""

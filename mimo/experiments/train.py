@@ -3,7 +3,8 @@ r"""Trains a policy from samplers that do not match it.
     mimo train --config=mixed[:arm] --workdir=DIR \
         [--config.updates=N ...]
 
-The same command again goes on from the last complete checkpoint. SIGTERM saves and leaves.
+The same command again goes on from the last complete checkpoint. Ctrl-C, SIGTERM, SIGHUP and
+SIGUSR1 save, write the report and leave; a second one leaves at once.
 
 On several machines, the same command on each, with a work directory that all of them see and
 
@@ -17,40 +18,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import pathlib
-import signal
 import sys
-from collections.abc import Awaitable
-from typing import TypeVar
 
 from ml_collections import config_dict
 
 from mimo.experiments import cli, command, configuration, defaults, hosts
-from mimo.experiments.prepare import follow, plan
-from mimo.experiments.run import Run
+from mimo.experiments.exits import Exits
+from mimo.experiments.prepare import Plan, follow, plan
+from mimo.experiments.publications import FirstPublicationError
+from mimo.experiments.run import Run, guarded
 from mimo.experiments.schema import parse, plain
+from mimo.experiments.stopping import Stopped, on_signals, unless
 from mimo.experiments.workdir import Workdir
 from mimo.telemetry import console
-
-_T = TypeVar('_T')
-
-
-class _Stopped(Exception):
-  """SIGTERM arrived."""
-
-
-async def _unless(stop: asyncio.Event, work: Awaitable[_T]) -> _T:
-  """Waits for `work`. Cancels it and raises _Stopped when `stop` is set first."""
-  task = asyncio.ensure_future(work)
-  stopping = asyncio.ensure_future(stop.wait())
-  try:
-    await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    if stop.is_set():
-      raise _Stopped
-    return task.result()
-  finally:
-    for waiting in (task, stopping):
-      waiting.cancel()
-    await asyncio.gather(task, stopping, return_exceptions=True)
+from mimo.weights.publication import PublicationError
 
 
 def _due(every: int, step: int, last: int) -> bool:
@@ -63,31 +44,38 @@ async def loop(run: Run, stop: asyncio.Event) -> None:
   last = experiment.updates
   done = run.start
   try:
-    await _unless(stop, run.open())
-    while True:
-      # Before the checkpoint: one that exists has its evaluation, or says that it has not.
-      if _due(experiment.evaluation.every_updates, done, last) and done not in run.evaluated:
-        await _unless(stop, run.evaluate(done))
-      if done > run.start and _due(experiment.checkpoints.every_updates, done, last):
-        run.save(done)
-      if done >= last:
-        break
-      batch = await _unless(stop, run.batch(done))
-      scalars = await run.update(batch)
-      done += 1
-      await run.publish(done)
-      run.record(done, batch, scalars)
-  except _Stopped:
+    await unless(stop, run.open())
+    with guarded():
+      while True:
+        # Before the checkpoint: one that exists has its evaluation, or says that it has not.
+        if (
+          _due(experiment.evaluation.every_updates, done, last)
+          and done not in run.records.evaluated
+        ):
+          await unless(stop, run.evaluate(done))
+        if done > run.start and _due(experiment.checkpoints.every_updates, done, last):
+          run.save(done)
+        if done >= last:
+          return
+        # A batch that is handed out is trained on, whatever else happens.
+        batch = await unless(stop, run.batch(done))
+        await run.update(batch)
+        done += 1
+        await run.publish(done)
+  except Stopped:
     run.save(done)
-    run.progress.note(f'stopped after {done} of {last} updates; the same command goes on from here')
-  finally:
-    await run.close()
+    run.records.note(f'stopped after {done} of {last} updates; the same command goes on from here')
 
 
-async def _train(run: Run) -> None:
-  stop = asyncio.Event()
-  asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-  await loop(run, stop)
+async def _train(planned: Plan, workdir: Workdir) -> pathlib.Path | None:
+  """Returns the path of the report, which is written however the run ended in good order."""
+  with on_signals() as stop:
+    async with Exits() as exits:
+      exits.own(workdir.close)
+      with cli.mistakes():
+        run = Run(planned, workdir, exits)
+      await loop(run, stop)
+    return run.records.write_report()
 
 
 def train(config: config_dict.ConfigDict, workdir: str) -> None:
@@ -100,14 +88,15 @@ def train(config: config_dict.ConfigDict, workdir: str) -> None:
       follow(planned, pathlib.Path(workdir).resolve())
       return
     try:
-      directory = Workdir(workdir, plain(experiment))
+      directory = Workdir(workdir, plain(experiment), planned.policy.digest())
     except BaseException:
       planned.peers.tell(hosts.STOP)
       raise
-    run = Run(planned, directory)
-  with asyncio.Runner(loop_factory=planned.schedule.loop) as runner:
-    runner.run(_train(run))
-  written = run.write_report()
+  try:
+    with asyncio.Runner(loop_factory=planned.schedule.loop) as runner:
+      written = runner.run(_train(planned, directory))
+  except (FirstPublicationError, PublicationError) as error:
+    raise cli.Mistake(str(error)) from error
   if written is not None:
     console.say(f'report: {written}')
 

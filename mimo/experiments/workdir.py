@@ -1,7 +1,8 @@
 """A run's directory: its resolved configuration, its lock, and how often it was started.
 
 config.json     the resolved configuration
-incarnations    one line per start of the run
+policy          the hash of the policy that it began from
+starts          updates applied to the weights that each start went on from, one a line
 metrics.jsonl   one record per update (telemetry)
 tensorboard/    event files (telemetry)
 checkpoints/    resumable state (weights)
@@ -30,6 +31,9 @@ _MAY_CHANGE = (
   'trainer.offload',
   'trainer.remat',
 )
+
+
+_POLICY = 'policy'
 
 
 def differing_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = '') -> list[str]:
@@ -78,15 +82,30 @@ def _write_atomically(path: pathlib.Path, text: str) -> None:
 class Workdir:
   """Owns a run's directory while the process lives.
 
-  Raises ValueError when another process runs in it, when it holds a run of another configuration,
-  or when it is some other directory with files in it; OSError when it cannot be written.
+  Raises ValueError when another process runs in it, when it holds a run of another configuration or
+  from another policy, or when it is some other directory with files in it; OSError when it cannot
+  be written.
   """
 
-  def __init__(self, path: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
+  def __init__(
+    self, path: str | os.PathLike[str], config: Mapping[str, Any], policy_digest: str
+  ) -> None:
+    """Takes the directory.
+
+    Args:
+      path: of the directory, made where it is missing.
+      config: the resolved configuration.
+      policy_digest: of the policy that a fresh run begins from, as hexadecimal digits.
+    """
     self.path = pathlib.Path(path).resolve()
     known = self._check_existing(config)
+    if known:
+      self._check_policy(config, policy_digest)
     self.path.mkdir(parents=True, exist_ok=True)
     self._lock = self._take_lock()
+    if not known:
+      # Before the configuration: what has one has both.
+      _write_atomically(self.path / _POLICY, f'{policy_digest}\n')
     if not known or self._config != dict(config):
       _write_atomically(self.path / 'config.json', json.dumps(config, indent=2) + '\n')
     self._starts_file = self.path / 'starts'
@@ -111,11 +130,8 @@ class Workdir:
     file = self.path / 'config.json'
     if not file.exists():
       # Only what a start that died before its configuration was written can have left.
-      stray = (
-        [p.name for p in self.path.iterdir() if p.name != 'lock' and p.name[0] != '.']
-        if (self.path.is_dir())
-        else []
-      )
+      found = [p.name for p in self.path.iterdir()] if self.path.is_dir() else []
+      stray = [name for name in found if name not in ('lock', _POLICY) and name[0] != '.']
       if stray:
         raise ValueError(
           f'{self.path} holds {sorted(stray)[0]!r} and no config.json; expected an empty directory '
@@ -155,6 +171,22 @@ class Workdir:
         'configuration, or another --workdir'
       )
     return True
+
+  def _check_policy(self, config: Mapping[str, Any], digest: str) -> None:
+    """Refuses to go on from a checkpoint under a policy path that holds other weights by now."""
+    file = self.path / _POLICY
+    if not file.exists():
+      raise ValueError(
+        f'{self.path} holds a run that another release of mimo began: it keeps no hash of its '
+        'policy; expected that release, or another --workdir'
+      )
+    began = file.read_text(encoding='utf-8').strip()
+    if began != digest:
+      named = config['policy'] or "the task's own"
+      raise ValueError(
+        f'policy {named!r} holds other weights (sha256 {digest[:12]}) than those that the run in '
+        f'{self.path} began from ({began[:12]}); expected the same ones, or another --workdir'
+      )
 
   def _take_lock(self) -> TextIO:
     lock = open(self.path / 'lock', 'a', encoding='utf-8')  # noqa: SIM115 (held until close)

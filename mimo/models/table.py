@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from mimo.models.config import DELTA, ModelConfig
@@ -355,11 +355,17 @@ def named_tensors(
     x = leaf(params, row.path)
     if row.experts:
       if row.path not in held or held[row.path][0] != index[0]:
-        held[row.path] = index[0], np.asarray(x[index[0]])
+        held[row.path] = index[0], _at(x, index[:1])
       x = held[row.path][1][index[1]]
     else:
-      x = np.asarray(x[index] if index else x)
+      x = _at(x, index)
     yield name, np.ascontiguousarray(row.to_hf(x))
+
+
+def _at(x: Any, index: Index) -> np.ndarray:
+  """Returns a part of a leaf on the host. Where it is on a device, only the index goes there."""
+  with jax.transfer_guard_host_to_device('allow'):
+    return np.asarray(jax.device_get(x[index] if index else x))
 
 
 def from_named_tensors(
@@ -389,7 +395,7 @@ def from_named_tensors(
         x[index] = row.from_hf(_read(read, row, name))
     else:
       x = np.ascontiguousarray(row.from_hf(_read(read, row, row.hf_name))).astype(dtype)
-    leaves[row.path] = jnp.asarray(x) if place is None else place(row, x)
+    leaves[row.path] = jax.device_put(x) if place is None else place(row, x)
   return nest(leaves)
 
 

@@ -13,7 +13,6 @@ from mimo.rollouts.base import (
 )
 from mimo.rollouts.schedules import Schedule, schedule_of
 from mimo.rollouts.source import RolloutSource
-from mimo.rollouts.versions import live_updates
 
 __all__ = [
   'Batch',
@@ -27,6 +26,5 @@ __all__ = [
   'Schedule',
   'StaleRange',
   'VirtualOptions',
-  'live_updates',
   'schedule_of',
 ]

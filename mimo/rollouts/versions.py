@@ -1,21 +1,11 @@
-"""Which publications belong to a run's history, and how far behind the trainer they are."""
+"""How far behind the trainer the weights are that drew a trajectory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from mimo.rollouts.base import StaleRange
-from mimo.types import Trajectory, Version
-
-
-def live_updates(versions: Iterable[Version], starts: Sequence[int]) -> dict[int, int]:
-  """Returns the updates that each publication of the run's history holds, by its number.
-
-  Args:
-    versions: publications.
-    starts: see `Version.is_live`.
-  """
-  return {version.number: version.update for version in versions if version.is_live(starts)}
+from mimo.types import Trajectory
 
 
 def stale_ranges(

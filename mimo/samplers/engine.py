@@ -124,7 +124,8 @@ class Engine:
 
   def _reset_slots(self) -> None:
     s = self._settings
-    self._cache: Cache = init_cache(self._config, s.slots, s.max_tokens, jnp.float32)
+    with jax.transfer_guard_host_to_device('allow'):  # of zeros
+      self._cache: Cache = init_cache(self._config, s.slots, s.max_tokens, jnp.float32)
     self._holders: list[Session | None] = [None] * s.slots
     self._told = RouteBook(route_shape(self._config) if s.routes else None, s.slots, s.max_tokens)
     self._idle: dict[str, Session] = {}  # sessions with a slot and no turn, longest idle first
@@ -311,9 +312,10 @@ class Engine:
         start = self._written[slot]
         tokens[row, :taken] = self._tokens[slot, start : start + taken]
       program = self._program(1, 1, int((starts + counts).max()))
-      self._cache, ids = prefill(program, weights, self._cache, rows, tokens, starts, counts)
+      fed = jax.device_put((rows, tokens, starts, counts))
+      self._cache, ids = prefill(program, weights, self._cache, *fed)
       if ids is not None:
-        for slot, taken, told in zip(slots, count, np.asarray(ids), strict=False):
+        for slot, taken, told in zip(slots, count, jax.device_get(ids), strict=False):
           self._told.add(slot, self._written[slot], told[:taken])
       self._written[slots] += count
       self._absorbed[slots] = self._written[slots]
@@ -363,8 +365,9 @@ class Engine:
       int(self._draw.top_k[active].max()),
       int(self._written[active].max()) + steps,
     )
+    rows, min_active = jax.device_put((rows, min_active))
     self._cache, out = decode(program, weights, self._cache, rows, min_active)
-    self._book(jax.tree.map(np.asarray, out), pending)
+    self._book(jax.device_get(out), pending)
 
   def _check_absorbed(self, slots: np.ndarray) -> None:
     """Keys and values past a position can be written over; a delta net's state can't be taken back.

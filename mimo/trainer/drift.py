@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from mimo.trainer import sharding
@@ -56,7 +57,7 @@ class Drift:
       `covariance_norm`, `mean_score_norm`, their ratio `drift` (NaN where the first is 0), and
       `drift_cosine`, between the two.
     """
-    denominator = jax.device_put(jax.numpy.float32(batch.trained), sharding.replicated(self._mesh))
+    denominator = jax.device_put(np.float32(batch.trained), sharding.replicated(self._mesh))
     totals = []
     for trainer in (self._plain, self._centred):
       total = trainer.zero_total(params)

@@ -20,7 +20,7 @@ import json
 import pathlib
 import tempfile
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -282,18 +282,6 @@ class ViewFollower:
     """Returns every version that the store holds whole, by number."""
     keys = self._store.list(f'manifests/{self._view}')
     return [_version(self._manifest(n)['version']) for n in sorted(map(_number, keys))]
-
-  def find(self, update: int, starts: Sequence[int]) -> Version | None:
-    """Returns the newest version that holds the weights of an update on this run's timeline.
-
-    Args:
-      update: updates applied to the weights.
-      starts: see `Version.is_live`.
-    """
-    for version in reversed(self.versions()):
-      if version.update == update and version.is_live(starts):
-        return version
-    return None
 
   def _manifest(self, number: int) -> dict[str, Any]:
     key = _manifest_key(self._view, number)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from mimo.models.config import ModelConfig
@@ -108,7 +107,7 @@ class Source:
       x = np.empty(row.leaf_shape, dtype)
       for where, part in self.parts(row, row.shape):
         x[where] = part
-      leaves[row.path] = jnp.asarray(x) if place is None else place(row, x)
+      leaves[row.path] = jax.device_put(x) if place is None else place(row, x)
     return nest(leaves)
 
   def placed(self, like: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from mimo.models.activations import ActivationQuant
@@ -247,5 +247,5 @@ def _activation_quant(
   }
   shapes = {row.path: row.lead_shape for row in table(config)}
   return ActivationQuant(
-    kind, {path: jnp.asarray(x.reshape(shapes[path])) for path, x in stacked.items()}
+    kind, {path: jax.device_put(x.reshape(shapes[path])) for path, x in stacked.items()}
   )

@@ -71,7 +71,7 @@ def main() -> None:
   tensors = {name: x.astype(np.float32) for name, x in learner.snapshot()}
   learner.before_save(2)
   checkpoints.save(2, learner.state, {'said': 'by the first'})
-  learner.close()
+  peers.tell(hosts.STOP)
   checkpoints.close()
   np.savez(out / 'first.npz', losses=losses, **tensors)
 

@@ -81,7 +81,7 @@ def test_counts_by_source_and_moves_only_where_rewards_differ(learner) -> None:
   pair = (_trajectory('one', 1.0, 0), _trajectory('two', 0.0, 1))
   same = (_trajectory('one', 1.0, 0), _trajectory('one', 1.0, 1))
   prompt = PromptRef(0, 'train', 0)
-  scalars = learner.update([Group(prompt, pair, 2), Group(prompt, same, 2)])
+  scalars = learner.update([Group(prompt, pair, 2), Group(prompt, same, 2)]).scalars()
   assert scalars['train/tokens'] == 12
   assert scalars['source/one/tokens'] == 9
   assert scalars['source/two/tokens'] == 3
@@ -92,7 +92,7 @@ def test_counts_by_source_and_moves_only_where_rewards_differ(learner) -> None:
   assert 'train/drift' not in scalars
   assert scalars['train/flat'] == 0
   before = _weights(learner)
-  equal = learner.update([Group(prompt, same, 2)], measure_drift=True)
+  equal = learner.update([Group(prompt, same, 2)], measure_drift=True).scalars()
   assert equal['train/covariance_norm'] == equal['train/mean_score_norm'] == 0
   assert (equal['train/grad_norm'], equal['train/flat']) == (0, 1)
   for ours, theirs in zip(_weights(learner), before, strict=True):

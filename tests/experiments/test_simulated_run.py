@@ -19,20 +19,21 @@ from mimo.weights.checkpoints import load_policy
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
-# Kills itself once update argv[3] is recorded.
+# Kills itself where update argv[3] begins to be published.
 _KILLED = """
 import json, os, signal, sys
 from ml_collections import config_dict
 from mimo.experiments import run, train
 
-record = run.Run.record
+publish = run.Run.publish
 
-def recording(self, step, *rest):
-  record(self, step, *rest)
-  if step == int(sys.argv[3]):
+async def publishing(self, update):
+  if update == int(sys.argv[3]):
+    self._checkpoints.wait()  # those before
     os.kill(os.getpid(), signal.SIGKILL)
+  return await publish(self, update)
 
-run.Run.record = recording
+run.Run.publish = publishing
 train.train(config_dict.ConfigDict(json.loads(sys.argv[1])), sys.argv[2])
 """
 
@@ -111,9 +112,9 @@ def test_a_killed_run_and_a_stopped_one_go_on_bit_for_bit(simulated_config, tmp_
   assert any(0 < record['rollout/reward'] < 1 for record in updates)
   assert max(record['rollout/staleness_max_updates'] for record in updates) >= 2
   assert any(record['rollout/versions_per_episode'] > 1 for record in updates)
-  # As-billed cost is of virtual time, to the end of each update: B200 at 6.25 dollars an hour.
-  for index, record in enumerate(updates):
-    secs = record['sampling/secs'] + (3.000001 if index == 0 else 0.0)
+  # As-billed cost is of virtual time, from batch to batch: B200 at 6.25 dollars an hour.
+  for record in updates:
+    secs = record['sampling/secs']
     assert record['cost/billed_usd/b200_nvfp4'] == pytest.approx(secs * 6.25 / 3600)
 
 
@@ -135,7 +136,7 @@ def test_bad_input_is_refused(simulated_config, tmp_path, key, value, words):
 
 def test_a_version_that_the_store_lost_is_named(simulated_config, tmp_path, monkeypatch):
   async def evaluate(self, update):
-    self.evaluated.add(update)
+    self.records.evaluated.add(update)
 
   monkeypatch.setattr(run.Run, 'evaluate', evaluate)
   with simulated_config.unlocked():

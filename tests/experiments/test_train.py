@@ -19,21 +19,15 @@ from mimo.weights.checkpoints import load_policy
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
-# Dies by SIGKILL, or is sent SIGTERM, where the update named by argv[3] has been recorded: at that
-# point its weights are published and written about, and its checkpoint is not yet saved. Of update
-# 0, where its publication begins and nothing has been sampled. With argv[5] 'save', right after its
-# checkpoint has begun to be saved.
+# Dies by SIGKILL, or is sent a signal, where the update named by argv[3] begins to be published:
+# its checkpoint is not yet saved, and of update 0 nothing has been sampled. With argv[5] 'save',
+# right after its checkpoint has begun to be saved.
 _INTERRUPTED = """
 import json, os, signal, sys
 from ml_collections import config_dict
 from mimo.experiments import run, train
 
-record, publish, save = run.Run.record, run.Run.publish, run.Run.save
-
-def recording(self, step, *rest):
-  record(self, step, *rest)
-  if step == int(sys.argv[3]) and sys.argv[5] == 'record':
-    os.kill(os.getpid(), getattr(signal, sys.argv[4]))
+publish, save = run.Run.publish, run.Run.save
 
 def saving(self, update):
   save(self, update)
@@ -41,17 +35,18 @@ def saving(self, update):
     os.kill(os.getpid(), getattr(signal, sys.argv[4]))
 
 async def publishing(self, update):
-  if update == int(sys.argv[3]) == 0:
+  if update == int(sys.argv[3]) and sys.argv[5] == 'publish':
+    self._checkpoints.wait()  # those before
     os.kill(os.getpid(), getattr(signal, sys.argv[4]))
   return await publish(self, update)
 
-run.Run.record, run.Run.publish, run.Run.save = recording, publishing, saving
+run.Run.publish, run.Run.save = publishing, saving
 train.train(config_dict.ConfigDict(json.loads(sys.argv[1])), sys.argv[2])
 """
 
 
 def _interrupt(
-  config, directory: str, step: int, name: str, *, at: str = 'record'
+  config, directory: str, step: int, name: str, *, at: str = 'publish'
 ) -> subprocess.CompletedProcess[str]:
   arguments = [json.dumps(config.to_dict()), directory, str(step), name, at]
   return subprocess.run(
@@ -75,7 +70,7 @@ def _records(directory) -> list[dict]:
   ]
 
 
-def test_lockstep_resumes_bit_identical_after_sigkill_and_sigterm(tiny_config, tmp_path) -> None:
+def test_lockstep_resumes_bit_identical_after_sigkill_and_ctrl_c(tiny_config, tmp_path) -> None:
   whole, broken = str(tmp_path / 'whole'), str(tmp_path / 'broken')
   with tiny_config.unlocked():
     # The base policy, so that rewards differ and gradients are not zero.
@@ -88,7 +83,7 @@ def test_lockstep_resumes_bit_identical_after_sigkill_and_sigterm(tiny_config, t
   # Update 3 is lost with the process: the last complete checkpoint is that of update 2.
   killed = _interrupt(tiny_config, broken, 3, 'SIGKILL')
   assert killed.returncode == -signal.SIGKILL, killed.stderr
-  stopped = _interrupt(tiny_config, broken, 3, 'SIGTERM')
+  stopped = _interrupt(tiny_config, broken, 3, 'SIGINT')
   assert stopped.returncode == 0, stopped.stderr
   assert 'stopped after 3 of 4 updates' in stopped.stdout
   train.train(tiny_config, broken)

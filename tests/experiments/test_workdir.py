@@ -7,9 +7,13 @@ from mimo.experiments import workdir
 _CONFIG = {'arm': 'sc_mis', 'updates': 3, 'pools': {'a': {'format': 'bf16'}}}
 
 
+def open_workdir(path, config, digest='0123456789abcdef'):
+  return workdir.Workdir(path, config, digest)
+
+
 def test_counts_its_starts_and_keeps_its_configuration(tmp_path) -> None:
   for start, update in enumerate([0, 20, 20]):
-    owned = workdir.Workdir(tmp_path / 'run', _CONFIG)
+    owned = open_workdir(tmp_path / 'run', _CONFIG)
     owned.begin(update)
     assert owned.incarnation == start
     owned.close()
@@ -23,57 +27,71 @@ def test_differing_keys_are_dotted() -> None:
 
 
 def test_a_run_may_be_prolonged_but_not_changed(tmp_path) -> None:
-  workdir.Workdir(tmp_path, _CONFIG).close()
-  workdir.Workdir(tmp_path, {**_CONFIG, 'updates': 9}).close()
+  open_workdir(tmp_path, _CONFIG).close()
+  open_workdir(tmp_path, {**_CONFIG, 'updates': 9}).close()
   assert json.loads((tmp_path / 'config.json').read_text())['updates'] == 9
   with pytest.raises(
     ValueError, match="whose arm is 'sc_mis' and here is 'grpo'; expected the same"
   ):
-    workdir.Workdir(tmp_path, {**_CONFIG, 'arm': 'grpo'})
+    open_workdir(tmp_path, {**_CONFIG, 'arm': 'grpo'})
 
 
 def test_a_run_may_go_on_with_another_layout_of_devices(tmp_path) -> None:
   trainer = {'mesh': 'fsdp=4', 'offload': '', 'remat': False, 'rows': 8}
-  workdir.Workdir(tmp_path, {**_CONFIG, 'trainer': trainer}).close()
+  open_workdir(tmp_path, {**_CONFIG, 'trainer': trainer}).close()
   moved = {**trainer, 'mesh': 'fsdp=2', 'offload': 'residuals', 'remat': True}
   # A run that several processes took part in goes on in one.
-  workdir.Workdir(tmp_path, {**_CONFIG, 'trainer': moved, 'distributed': {'processes': 2}}).close()
-  workdir.Workdir(tmp_path, {**_CONFIG, 'trainer': moved}).close()
+  open_workdir(tmp_path, {**_CONFIG, 'trainer': moved, 'distributed': {'processes': 2}}).close()
+  open_workdir(tmp_path, {**_CONFIG, 'trainer': moved}).close()
   assert json.loads((tmp_path / 'config.json').read_text())['trainer'] == moved
   with pytest.raises(ValueError, match=r'trainer.rows is 8 and here is 4;'):
-    workdir.Workdir(tmp_path, {**_CONFIG, 'trainer': {**moved, 'rows': 4}})
+    open_workdir(tmp_path, {**_CONFIG, 'trainer': {**moved, 'rows': 4}})
 
 
 def test_a_run_of_another_release_is_refused_as_that(tmp_path) -> None:
   old = {**_CONFIG, 'arm': 'sc', 'trainer': {'b2': 0.5}}
-  workdir.Workdir(tmp_path, old).close()
+  open_workdir(tmp_path, old).close()
   with pytest.raises(ValueError, match=r'an earlier release of mimo: trainer\.b1 is no key there'):
-    workdir.Workdir(tmp_path, {**_CONFIG, 'trainer': {'b1': 0.9, 'b2': 0.98}})
+    open_workdir(tmp_path, {**_CONFIG, 'trainer': {'b1': 0.9, 'b2': 0.98}})
   with pytest.raises(ValueError, match=r'of another release of mimo: trainer is no key here;'):
-    workdir.Workdir(tmp_path, _CONFIG)
+    open_workdir(tmp_path, _CONFIG)
 
 
 def test_another_fleet_is_no_other_release(tmp_path) -> None:
-  workdir.Workdir(tmp_path, _CONFIG).close()
+  open_workdir(tmp_path, _CONFIG).close()
   pools = {**_CONFIG['pools'], 'b': {'format': 'bf16'}}
   with pytest.raises(ValueError, match=r"whose pools\.b is not stated and here is \{'format'"):
-    workdir.Workdir(tmp_path, {**_CONFIG, 'pools': pools})
+    open_workdir(tmp_path, {**_CONFIG, 'pools': pools})
 
 
 def test_refuses_a_directory_in_use_or_of_something_else(tmp_path) -> None:
-  owned = workdir.Workdir(tmp_path / 'run', _CONFIG)
+  owned = open_workdir(tmp_path / 'run', _CONFIG)
   with pytest.raises(ValueError, match='in use'):
-    workdir.Workdir(tmp_path / 'run', _CONFIG)
+    open_workdir(tmp_path / 'run', _CONFIG)
   owned.close()
   (tmp_path / 'photos').mkdir()
   (tmp_path / 'photos' / 'cat.png').write_text('')
   with pytest.raises(ValueError, match=r"holds 'cat.png'"):
-    workdir.Workdir(tmp_path / 'photos', _CONFIG)
+    open_workdir(tmp_path / 'photos', _CONFIG)
   assert [p.name for p in (tmp_path / 'photos').iterdir()] == ['cat.png']
   (tmp_path / 'file').write_text('')
   with pytest.raises(ValueError, match='is a file'):
-    workdir.Workdir(tmp_path / 'file', _CONFIG)
+    open_workdir(tmp_path / 'file', _CONFIG)
   (tmp_path / 'bad').mkdir()
   (tmp_path / 'bad' / 'config.json').write_text('{')
   with pytest.raises(ValueError, match='not JSON'):
-    workdir.Workdir(tmp_path / 'bad', _CONFIG)
+    open_workdir(tmp_path / 'bad', _CONFIG)
+
+
+def test_refuses_to_go_on_from_other_weights_under_the_same_path(tmp_path) -> None:
+  config = {**_CONFIG, 'policy': 'runs/smollm2-hf'}
+  open_workdir(tmp_path, config).close()
+  open_workdir(tmp_path, config).close()
+  with pytest.raises(ValueError, match=r"policy 'runs/smollm2-hf' holds other weights") as raised:
+    open_workdir(tmp_path, config, 'fedcba9876543210')
+  assert '(sha256 fedcba987654)' in str(raised.value)
+  assert '(0123456789ab)' in str(raised.value)
+  # What began before this was kept is of an earlier release.
+  (tmp_path / 'policy').unlink()
+  with pytest.raises(ValueError, match='another release of mimo began: it keeps no hash'):
+    open_workdir(tmp_path, config)

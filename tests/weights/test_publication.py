@@ -172,16 +172,6 @@ def test_open_names_what_is_corrupt_missing_or_unknown(store, publish):
     follower.open(Version(1, 0, 5))
 
 
-def test_find_follows_the_timeline(store, publish):
-  # Start 0 publishes updates 0..3; start 1 goes on from update 1 and publishes 1..2.
-  for incarnation, update in ((0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2)):
-    publish(update=update, incarnation=incarnation)
-  follower = follow(store, 'a')
-  assert [follower.find(u, [0]).number for u in range(4)] == [1, 2, 3, 4]
-  found = [follower.find(u, [0, 1]) for u in range(4)]
-  assert [v and v.number for v in found] == [1, 5, 6, None]
-
-
 def test_retain_keeps_what_is_asked_and_what_is_served(store, publish):
   for update in range(4):
     _, publisher = publish(update=update)
