@@ -38,8 +38,8 @@ class _Run:
   def __init__(self, kit, schedule, saved=None):
     self.start, state = saved or (0, None)
     every = types.SimpleNamespace(every_updates=0)
-    config = types.SimpleNamespace(updates=_UPDATES, evaluation=every, checkpoints=every)
-    self.plan = types.SimpleNamespace(config=config)
+    experiment = types.SimpleNamespace(updates=_UPDATES, evaluation=every, checkpoints=every)
+    self.plan = types.SimpleNamespace(experiment=experiment)
     self.records = types.SimpleNamespace(evaluated={0, _UPDATES}, note=lambda text: None)
     self.trained = []
     self.saved = saved
