@@ -41,6 +41,7 @@ _TRAIN = (
   'mean_score_norm',
   'drift',
   'skipped',
+  'flat',
 )
 _MAXIMA = (names.of_train(names.TAIL_RATIO_MAX), 'rollout/staleness_max_updates')
 
