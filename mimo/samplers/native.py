@@ -29,9 +29,9 @@ from mimo.types import SamplingParams, Source, TurnSample, Version
 from mimo.weights.views import View
 
 # Rounds of the event loop in which the owners of turns that ended may come back with the next:
-# a batch that waits for them is fuller, and the rounds cost microseconds. From a group's end to the
-# first turn of the one that takes its place it is six.
-_SETTLE_ROUNDS = 8
+# a batch that waits for them is fuller, and the rounds cost microseconds. From the end of a group's
+# last turn to the first turn of the group that takes its place it is eight.
+_SETTLE_ROUNDS = 12
 
 _T = TypeVar('_T')
 
