@@ -13,6 +13,8 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 
+import jax
+
 from mimo import checks
 from mimo.experiments import cli, configuration, schema
 from mimo.telemetry import console
@@ -98,6 +100,7 @@ class Command:
       console.say(json.dumps(schema.plain(stated(given)[1]), indent=2))
       return 0
     if self.check is not None and given.dry_run:
+      jax.config.update('jax_platforms', 'cpu')  # for what reads checkpoints; no device is touched
       console.say(self.check(given))
       return 0
     return self.main(given) or 0

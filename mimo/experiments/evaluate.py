@@ -63,8 +63,6 @@ def _plan(
   if out and not pathlib.Path(out).absolute().parent.is_dir():
     raise ValueError(f'--out: {pathlib.Path(out).parent} is no directory; expected one that exists')
   policy = factories.make_policy(checkpoint, experiment.task)
-  # Read now, while what is wrong with them is the user's mistake.
-  policy = dataclasses.replace(policy, weights=policy.params)
   task = factories.make_task(experiment.task, policy)
   if not task.size('heldout'):
     raise ValueError(f"task {task.name}: split 'heldout' holds no tasks; expected at least one")
@@ -78,12 +76,26 @@ def define_flags(flags: cli.Flags) -> None:
   flags.flag('out', str, None, 'a JSON file for every reward', 'FILE')
 
 
-def main(given: argparse.Namespace) -> None:
-  """Runs the command."""
+def _read(given: argparse.Namespace) -> tuple[Experiment, factories.Policy, Task]:
+  """Reads the flags and what they name. Raises cli.Mistake."""
   _, experiment = command.stated(given)
   cli.required(given, checkpoint='an Orbax or Hugging Face checkpoint')
   with cli.mistakes():
-    policy, task = _plan(experiment, given.checkpoint, given.samples, given.out)
+    return experiment, *_plan(experiment, given.checkpoint, given.samples, given.out)
+
+
+def check(given: argparse.Namespace) -> str:
+  """Checks what needs no device."""
+  _, _, task = _read(given)
+  drawn = f'{task.size("heldout")} tasks of {task.name}, {given.samples} samples each'
+  return f'would evaluate {given.checkpoint}: {drawn}'
+
+
+def main(given: argparse.Namespace) -> None:
+  """Runs the command."""
+  experiment, policy, task = _read(given)
+  with cli.mistakes():  # read now, while what is wrong with them is the user's mistake
+    policy = dataclasses.replace(policy, weights=policy.params)
   result = asyncio.run(
     evaluate(
       policy,
@@ -97,7 +109,7 @@ def main(given: argparse.Namespace) -> None:
   console.say(evaluation_line(given.checkpoint, result.summary()))
 
 
-COMMAND = command.Command('evaluate', __doc__, define_flags, main, takes_config=True)
+COMMAND = command.Command('evaluate', __doc__, define_flags, main, takes_config=True, check=check)
 
 if __name__ == '__main__':
   sys.exit(COMMAND.start())

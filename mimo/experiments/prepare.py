@@ -26,6 +26,16 @@ _KEPT_CHECKPOINTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
+class Inputs:
+  """What an experiment names, read and checked: no device has been asked for."""
+
+  policy: factories.Policy
+  task: Task
+  arm: objectives.Arm
+  sampling: SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
   """What an experiment asks for, checked: nothing is written yet."""
 
@@ -42,7 +52,7 @@ class Plan:
   peers: hosts.Peers
 
 
-def plan(experiment: Experiment) -> Plan:
+def read(experiment: Experiment) -> Inputs:
   """Reads what the experiment names. Raises ValueError or OSError for what cannot be meant."""
   factories.check_extras(experiment.wandb_project)
   policy = factories.make_policy(experiment.policy, experiment.task)
@@ -50,13 +60,20 @@ def plan(experiment: Experiment) -> Plan:
   for split in ('train', 'heldout'):
     if not task.size(split):
       raise ValueError(f'task {task.name}: split {split!r} holds no tasks; expected at least one')
-  options, pools = experiment.trainer, experiment.fleet
-  _check_sizes(experiment.sampling.candidates, options, task, policy)
-  factories.check_pools(pools, policy)
+  _check_sizes(experiment.sampling.candidates, experiment.trainer, task, policy)
+  factories.check_pools(experiment.fleet, policy)
   arm = objectives.arm(experiment.arm, experiment.objective)
   sampling = experiment.sampling.params(
     nucleus=arm.topp, max_turn_tokens=task.max_turn_tokens, stop_ids=task.stop_ids
   )
+  return Inputs(policy, task, arm, sampling)
+
+
+def plan(experiment: Experiment) -> Plan:
+  """Reads an experiment and makes its update. Raises ValueError or OSError as `read` does."""
+  inputs = read(experiment)
+  policy, task, arm, sampling = inputs.policy, inputs.task, inputs.arm, inputs.sampling
+  options, pools = experiment.trainer, experiment.fleet
   trainer = Trainer(
     policy.model,
     options,

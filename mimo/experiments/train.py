@@ -24,12 +24,12 @@ from ml_collections import config_dict
 
 from mimo.experiments import cli, command, configuration, defaults, hosts
 from mimo.experiments.exits import Exits
-from mimo.experiments.prepare import Plan, follow, plan
+from mimo.experiments.prepare import Plan, follow, plan, read
 from mimo.experiments.publications import FirstPublicationError
 from mimo.experiments.run import Run, guarded
 from mimo.experiments.schema import parse, plain
 from mimo.experiments.stopping import Stopped, on_signals, unless
-from mimo.experiments.workdir import Workdir
+from mimo.experiments.workdir import Workdir, check_workdir
 from mimo.telemetry import console
 from mimo.weights.publication import PublicationError
 
@@ -106,14 +106,28 @@ def define_flags(flags: cli.Flags) -> None:
   flags.flag('workdir', str, None, 'where the run lives; runs/<config> when not given', 'DIR')
 
 
+def check(given: argparse.Namespace) -> str:
+  """Checks what needs no device."""
+  stated, experiment = command.stated(given)
+  with cli.mistakes():
+    hosts.from_environment(experiment.distributed)
+    inputs = read(experiment)
+    path = check_workdir(_path(given, stated), plain(experiment), inputs.policy.digest)
+  return f'would train {experiment.updates} updates of {inputs.task.name} in {path}'
+
+
 def main(given: argparse.Namespace) -> None:
   """Runs the command."""
   with cli.mistakes():
     stated = configuration.read(given.config, given.overrides)
-  train(stated.config, given.workdir or defaults.default_workdir(stated.file))
+  train(stated.config, _path(given, stated))
 
 
-COMMAND = command.Command('train', __doc__, define_flags, main, takes_config=True)
+def _path(given: argparse.Namespace, stated: configuration.Stated) -> str:
+  return given.workdir or defaults.default_workdir(stated.file)
+
+
+COMMAND = command.Command('train', __doc__, define_flags, main, takes_config=True, check=check)
 
 if __name__ == '__main__':
   sys.exit(COMMAND.start())

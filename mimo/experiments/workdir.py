@@ -16,7 +16,7 @@ import fcntl
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 # What a resumed run may change: how long it goes on, what is written meanwhile, on which machines
@@ -98,15 +98,15 @@ class Workdir:
       policy_digest: of the policy that a fresh run begins from, as hexadecimal digits.
     """
     self.path = pathlib.Path(path).resolve()
-    known = self._check_existing(config)
-    if known:
-      self._check_policy(config, policy_digest)
+    known = _existing(self.path, config)
+    if known is not None:
+      _check_policy(self.path, config, policy_digest)
     self.path.mkdir(parents=True, exist_ok=True)
-    self._lock = self._take_lock()
-    if not known:
+    self._lock = _take_lock(self.path)
+    if known is None:
       # Before the configuration: what has one has both.
       _write_atomically(self.path / _POLICY, f'{policy_digest}\n')
-    if not known or self._config != dict(config):
+    if known != dict(config):
       _write_atomically(self.path / 'config.json', json.dumps(config, indent=2) + '\n')
     self._starts_file = self.path / 'starts'
     self.starts: tuple[int, ...] = ()
@@ -123,79 +123,108 @@ class Workdir:
     self.starts = (*self.starts, update)
     _write_atomically(self._starts_file, ''.join(f'{start}\n' for start in self.starts))
 
-  def _check_existing(self, config: Mapping[str, Any]) -> bool:
-    """Refuses a directory that this run must not write in, before anything is written."""
-    if self.path.exists() and not self.path.is_dir():
-      raise ValueError(f'{self.path} is a file; expected a directory to work in')
-    file = self.path / 'config.json'
-    if not file.exists():
-      # Only what a start that died before its configuration was written can have left.
-      found = [p.name for p in self.path.iterdir()] if self.path.is_dir() else []
-      stray = [name for name in found if name not in ('lock', _POLICY) and name[0] != '.']
-      if stray:
-        raise ValueError(
-          f'{self.path} holds {sorted(stray)[0]!r} and no config.json; expected an empty directory '
-          'or that of an earlier start of this run'
-        )
-      return False
-    try:
-      self._config = json.loads(file.read_text(encoding='utf-8'))
-    except ValueError as error:
-      raise ValueError(
-        f'{file} is not JSON ({error}); expected the configuration of a run'
-      ) from None
-    differing = [
-      key
-      for key in differing_keys(self._config, config)
-      if not f'{key}.'.startswith(tuple(f'{name}.' for name in _MAY_CHANGE))
-    ]
-    # The schema of a release has the same keys for every run, but for the names of pools.
-    unknown = [
-      key
-      for key in differing
-      if not (key.startswith('pools.') and key.count('.') == 1)
-      and _has(self._config, key) != _has(config, key)
-    ]
-    if unknown:
-      began, where = (
-        ('another', 'here') if _has(self._config, unknown[0]) else ('an earlier', 'there')
-      )
-      raise ValueError(
-        f'{self.path} holds the configuration of {began} release of mimo: {unknown[0]} is no key '
-        f'{where}; expected the release that began the run, or another --workdir'
-      )
-    if differing:
-      raise ValueError(
-        f'{self.path} holds a run whose {differing[0]} {_stated(self._config, differing[0])} and '
-        f'here {_stated(config, differing[0])}{_others(len(differing) - 1)}; expected the same '
-        'configuration, or another --workdir'
-      )
-    return True
-
-  def _check_policy(self, config: Mapping[str, Any], digest: str) -> None:
-    """Refuses to go on from a checkpoint under a policy path that holds other weights by now."""
-    file = self.path / _POLICY
-    if not file.exists():
-      raise ValueError(
-        f'{self.path} holds a run that another release of mimo began: it keeps no hash of its '
-        'policy; expected that release, or another --workdir'
-      )
-    began = file.read_text(encoding='utf-8').strip()
-    if began != digest:
-      named = config['policy'] or "the task's own"
-      raise ValueError(
-        f'policy {named!r} holds other weights (sha256 {digest[:12]}) than those that the run in '
-        f'{self.path} began from ({began[:12]}); expected the same ones, or another --workdir'
-      )
-
-  def _take_lock(self) -> TextIO:
-    lock = open(self.path / 'lock', 'a', encoding='utf-8')  # noqa: SIM115 (held until close)
-    try:
-      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      lock.close()
-      raise ValueError(f'{self.path} is in use by another process; expected a free one') from None
-    return lock
-
   def close(self) -> None:
     self._lock.close()
+
+
+def check_workdir(
+  path: str | os.PathLike[str], config: Mapping[str, Any], digest: Callable[[], str]
+) -> str:
+  """Checks that a run could work in a directory, and writes nothing.
+
+  Args:
+    path: of the directory.
+    config: the resolved configuration.
+    digest: returns that of the policy; asked for where the directory holds a run.
+
+  Returns:
+    The directory's absolute path.
+
+  Raises:
+    ValueError: it could not; as `Workdir` says it.
+  """
+  path = pathlib.Path(path).resolve()
+  if _existing(path, config) is not None:
+    _check_policy(path, config, digest())
+  nearest = next(parent for parent in (path, *path.parents) if parent.exists())
+  if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+    raise ValueError(f'{nearest} is no directory that can be written; expected one for {path}')
+  if (path / 'lock').exists():
+    _take_lock(path).close()
+  return str(path)
+
+
+def _existing(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+  """Returns the configuration of the run that a directory holds, None where it holds none.
+
+  Raises ValueError for a directory that a run of `config` must not write in.
+  """
+  if path.exists() and not path.is_dir():
+    raise ValueError(f'{path} is a file; expected a directory to work in')
+  file = path / 'config.json'
+  if not file.exists():
+    # Only what a start that died before its configuration was written can have left.
+    found = [p.name for p in path.iterdir()] if path.is_dir() else []
+    stray = [name for name in found if name not in ('lock', _POLICY) and name[0] != '.']
+    if stray:
+      raise ValueError(
+        f'{path} holds {sorted(stray)[0]!r} and no config.json; expected an empty directory '
+        'or that of an earlier start of this run'
+      )
+    return None
+  try:
+    known: dict[str, Any] = json.loads(file.read_text(encoding='utf-8'))
+  except ValueError as error:
+    raise ValueError(f'{file} is not JSON ({error}); expected the configuration of a run') from None
+  differing = [
+    key
+    for key in differing_keys(known, config)
+    if not f'{key}.'.startswith(tuple(f'{name}.' for name in _MAY_CHANGE))
+  ]
+  # The schema of a release has the same keys for every run, but for the names of pools.
+  unknown = [
+    key
+    for key in differing
+    if not (key.startswith('pools.') and key.count('.') == 1)
+    and _has(known, key) != _has(config, key)
+  ]
+  if unknown:
+    began, where = ('another', 'here') if _has(known, unknown[0]) else ('an earlier', 'there')
+    raise ValueError(
+      f'{path} holds the configuration of {began} release of mimo: {unknown[0]} is no key '
+      f'{where}; expected the release that began the run, or another --workdir'
+    )
+  if differing:
+    raise ValueError(
+      f'{path} holds a run whose {differing[0]} {_stated(known, differing[0])} and '
+      f'here {_stated(config, differing[0])}{_others(len(differing) - 1)}; expected the same '
+      'configuration, or another --workdir'
+    )
+  return known
+
+
+def _check_policy(path: pathlib.Path, config: Mapping[str, Any], digest: str) -> None:
+  """Refuses to go on from a checkpoint under a policy path that holds other weights by now."""
+  file = path / _POLICY
+  if not file.exists():
+    raise ValueError(
+      f'{path} holds a run that another release of mimo began: it keeps no hash of its '
+      'policy; expected that release, or another --workdir'
+    )
+  began = file.read_text(encoding='utf-8').strip()
+  if began != digest:
+    named = config['policy'] or "the task's own"
+    raise ValueError(
+      f'policy {named!r} holds other weights (sha256 {digest[:12]}) than those that the run in '
+      f'{path} began from ({began[:12]}); expected the same ones, or another --workdir'
+    )
+
+
+def _take_lock(path: pathlib.Path) -> TextIO:
+  lock = open(path / 'lock', 'a', encoding='utf-8')  # noqa: SIM115 (held until close)
+  try:
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    lock.close()
+    raise ValueError(f'{path} is in use by another process; expected a free one') from None
+  return lock

@@ -57,6 +57,15 @@ def test_a_mistake_is_one_line(run_command, flags, code, word) -> None:
   assert word in done.stderr
 
 
+def test_a_dry_run_says_what_it_would_do(run_command, tiny_policy, tmp_path) -> None:
+  out = tmp_path / 'rewards.json'
+  flags = (f'--checkpoint={tiny_policy}', '--samples=2', f'--out={out}', '--dry_run')
+  done = run_command(evaluate.COMMAND, '--config=mixed', *flags)
+  assert (done.returncode, done.stderr) == (0, '')
+  assert done.stdout == f'would evaluate {tiny_policy}: 256 tasks of repair, 2 samples each\n'
+  assert not out.exists()
+
+
 def test_result_is_json(tiny_policy, tmp_path) -> None:
   policy = factories.make_policy(tiny_policy, 'repair')
   task = _First(factories.make_task('repair', policy), 3)

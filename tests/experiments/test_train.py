@@ -1,6 +1,7 @@
 """Whole runs of a tiny policy: they end, they go on after a kill, and they refuse bad input."""
 
 import json
+import os
 import pathlib
 import re
 import runpy
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from mimo.experiments import cli, schema, train
+from mimo.experiments import cli, prepare, schema, train
 from mimo.experiments.workdir import differing_keys
 from mimo.telemetry import writers
 from mimo.weights.checkpoints import load_policy
@@ -185,6 +186,30 @@ def test_bad_input_is_one_line_and_leaves_nothing(tiny_config, tmp_path, key, va
   assert words in str(raised.value)
   assert '\n' not in str(raised.value)
   assert not (tmp_path / 'run').exists()
+  if value == 'data=64':
+    return
+  with pytest.raises(ValueError) as refused:  # and what needs no device is known without one
+    prepare.read(schema.parse(tiny_config))
+  assert words in str(refused.value)
+
+
+def test_a_dry_run_needs_no_device_and_writes_nothing(tmp_path) -> None:
+  def dry(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+      [sys.executable, '-m', 'mimo.experiments.train', '--config=mixed', '--dry_run', *flags],
+      capture_output=True,
+      text=True,
+      cwd=tmp_path,
+      env=os.environ | {'JAX_PLATFORMS': 'none such'},
+    )
+
+  done = dry('--config.updates=7', '--config.trainer.mesh=fsdp=4')
+  assert (done.returncode, done.stderr) == (0, '')
+  assert done.stdout == f'would train 7 updates of repair in {tmp_path}/runs/mixed\n'
+  done = dry('--config.policy=/nowhere')
+  assert (done.returncode, done.stdout) == (1, '')
+  assert done.stderr.startswith('mimo train: /nowhere does not exist; expected')
+  assert not list(tmp_path.iterdir())
 
 
 def test_arms_differ_in_the_arm_only() -> None:

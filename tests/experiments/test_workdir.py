@@ -95,3 +95,27 @@ def test_refuses_to_go_on_from_other_weights_under_the_same_path(tmp_path) -> No
   (tmp_path / 'policy').unlink()
   with pytest.raises(ValueError, match='another release of mimo began: it keeps no hash'):
     open_workdir(tmp_path, config)
+
+
+def test_a_check_writes_nothing_and_refuses_what_a_run_would(tmp_path) -> None:
+  config = {**_CONFIG, 'policy': ''}
+
+  def check(path, digest='0123456789abcdef', **changes):
+    return workdir.check_workdir(path, {**config, **changes}, lambda: digest)
+
+  fresh = tmp_path / 'runs' / 'fresh'
+  assert check(fresh) == str(fresh)
+  assert not fresh.parent.exists()
+  owned = open_workdir(tmp_path / 'run', config)
+  before = {path: path.stat().st_mtime_ns for path in owned.path.iterdir()}
+  with pytest.raises(ValueError, match='is in use by another process'):
+    check(owned.path)
+  owned.close()
+  assert check(owned.path, updates=9) == str(owned.path)
+  with pytest.raises(ValueError, match="whose arm is 'sc_mis' and here is 'grpo'"):
+    check(owned.path, arm='grpo')
+  with pytest.raises(ValueError, match='holds other weights'):
+    check(owned.path, digest='f' * 16)
+  assert {path: path.stat().st_mtime_ns for path in owned.path.iterdir()} == before
+  with pytest.raises(ValueError, match=r'config\.json is no directory that can be written'):
+    check(owned.path / 'config.json' / 'below')
