@@ -21,6 +21,7 @@ from mimo.telemetry import console
 NAMES = (
   'train',
   'evaluate',
+  'report',
   'export',
   'import-hf',
   'import-gguf',

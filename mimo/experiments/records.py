@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -43,7 +44,6 @@ class Records:
         None for a fresh run.
       ledger: what `Ledger.state` returned then.
     """
-    self._experiment = experiment
     self._pools = experiment.fleet
     self._directory = directory
     self.ledger = Ledger([pool.name for pool in self._pools])
@@ -95,16 +95,8 @@ class Records:
     self.evaluated.add(update)
 
   def write_report(self) -> pathlib.Path | None:
-    """Draws the report of what metrics.jsonl holds; None where it holds nothing yet."""
-    experiment = self._experiment
-    if not writers.read(self._directory / 'metrics.jsonl'):
-      return None
-    return report.write(
-      self._directory / 'report.html',
-      metrics=self._directory / 'metrics.jsonl',
-      config=plain(experiment),
-      title=f'{experiment.task}, {experiment.arm}, seed {experiment.seed}',
-    )
+    """Draws the report; see the function of that name."""
+    return write_report(self._directory)
 
   def close(self) -> None:
     """Closes the files and takes the progress bar away."""
@@ -112,6 +104,25 @@ class Records:
       self._writer.close()
     finally:
       self._progress.close()
+
+
+def write_report(workdir: pathlib.Path) -> pathlib.Path | None:
+  """Draws the report of what metrics.jsonl holds; None where it holds nothing yet.
+
+  Raises ValueError where `workdir` is no work directory.
+  """
+  stated = workdir / 'config.json'
+  if not stated.is_file():
+    raise ValueError(f'{workdir} holds no config.json; expected the work directory of a run')
+  config = json.loads(stated.read_text(encoding='utf-8'))
+  if not writers.read(workdir / 'metrics.jsonl'):
+    return None
+  return report.write(
+    workdir / 'report.html',
+    metrics=workdir / 'metrics.jsonl',
+    config=config,
+    title=f'{config["task"]}, {config["arm"]}, seed {config["seed"]}',
+  )
 
 
 def _make_writer(
