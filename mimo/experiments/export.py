@@ -55,7 +55,7 @@ def define_flags(flags: cli.Flags) -> None:
   flags.flag('precision', str, None, 'bf16, fp8 (fp8_block) or nvfp4 (nvfp4_w4a16)')
   flags.flag('format', str, None, 'any format by name, in place of --precision')
   flags.flag('out', str, None, 'the directory to write; new or empty', 'DIR')
-  flags.flag('block_scale', str, 'amax', 'nvfp4 block scales: amax or four_over_six')
+  flags.flag('block_scale', str, ViewSpec.block_scale, 'nvfp4 block scales: amax or four_over_six')
   flags.flag('task', str, 'repair', 'whose prompts calibrate nvfp4_w4a4')
 
 

@@ -31,6 +31,7 @@ from mimo.samplers.base import SamplingOptions
 from mimo.trainer.state import TrainerConfig
 from mimo.weights.checkpoints import CheckpointOptions
 from mimo.weights.formats import BLOCK_SCALES
+from mimo.weights.views import ViewSpec
 
 SEEDS = 2**32
 
@@ -77,7 +78,7 @@ class Experiment:
   distributed: Cluster = dataclasses.field(default_factory=Cluster)
   drift_every_updates: int = 0
   emulate_activations: bool = True
-  block_scale: str = 'amax'
+  block_scale: str = ViewSpec.block_scale
   wandb_project: str = ''
 
   def __post_init__(self) -> None:
@@ -261,10 +262,7 @@ def _refuse_unknown(
   fields = _fields(section)
   for name, value in stated.items():
     if name not in fields:
-      known = dict.fromkeys(
-        leaf.name.replace(ANY, pool) for leaf in leaves() for pool in pools or (ANY,)
-      )
-      hint = checks.nearest(f'{prefix}{name}', known)
+      hint = checks.nearest(f'{prefix}{name}', _keys(pools))
       raise UnknownKey(f'{prefix}{name} is no key of a configuration{hint}')
     inner, pool = _inner(fields[name].hint), _pools_of(fields[name].hint)
     if not isinstance(value, Mapping):
@@ -275,6 +273,13 @@ def _refuse_unknown(
           _refuse_unknown(pool, own, f'{prefix}{name}.{key}.', pools)
     elif dataclasses.is_dataclass(inner):
       _refuse_unknown(inner, value, f'{prefix}{name}.', pools)
+
+
+def _keys(pools: tuple[str, ...]) -> list[str]:
+  """Returns the dotted names of sections and leaves, for pools of these names."""
+  names = {leaf.name.replace(ANY, pool) for leaf in leaves() for pool in pools or (ANY,)}
+  sections = {name.rsplit('.', depth)[0] for name in names for depth in (1, 2)}
+  return sorted(names | sections)
 
 
 def _section(section: Any, stated: Any, prefix: str, **known: Any) -> Any:

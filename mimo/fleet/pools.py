@@ -85,7 +85,7 @@ class Pool:
     checks.one_of('server', self.server, SERVERS)
     checks.one_of('kv_cache_dtype', self.kv_cache_dtype, KV_CACHE_DTYPES)
     checks.one_of('prefix_cache', self.prefix_cache, PREFIX_CACHES)
-    checks.whole('sessions', self.sessions, least=1, most=2**16)
+    checks.whole('sessions', self.sessions, least=1, most=2**12)
     if self.turns_per_hour is not None:
       checks.number('turns_per_hour', self.turns_per_hour, above=0, most=1e9)
     if self.usd_per_gpu_hour is not None:

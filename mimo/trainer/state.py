@@ -25,6 +25,9 @@ from mimo.types import RouteShape
 COMPUTE_DTYPES = ('float32', 'bfloat16')
 OFFLOADS = ('residuals', 'moments')
 
+# Of a micro-batch: 64 rows of the longest context here. What is larger is a slip of the hand.
+_MOST_TOKENS = 2**24
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
@@ -89,6 +92,11 @@ class TrainerConfig:
     checks.whole('rows', self.rows, least=1, most=2**16)
     for name in ('row_tokens', 'row_trained_tokens', 'head_chunk_tokens'):
       checks.whole(name, getattr(self, name), least=1, most=2**24)
+    if self.rows * self.row_tokens > _MOST_TOKENS:
+      raise ValueError(
+        f'rows is {self.rows} and row_tokens {self.row_tokens}; expected at most {_MOST_TOKENS} '
+        'tokens in a micro-batch'
+      )
     self.mesh_sizes()
 
   def mesh_sizes(self) -> dict[str, int]:

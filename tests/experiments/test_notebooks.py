@@ -90,7 +90,7 @@ def test_grid(tmp_path):
 
 def test_grid_without_results(tmp_path):
   said = _run('3_grid', tmp_path, MIMO_NOTEBOOK_RESULTS=str(tmp_path / 'none'))
-  assert 'holds no finished cell' in said and 'mimo.experiments.ablate' in said
+  assert 'holds no finished cell' in said and 'mimo ablate' in said
   assert not _figures(tmp_path)
 
 

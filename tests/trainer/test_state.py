@@ -20,6 +20,7 @@ from mimo.trainer import state
     ({'max_grad_norm': float('inf')}, 'max_grad_norm is inf'),
     ({'rows': 0}, 'rows is 0; expected a whole number >= 1'),
     ({'row_tokens': 1e3}, 'row_tokens is 1000.0; expected a whole number'),
+    ({'rows': 64, 'row_tokens': 2**20}, 'rows is 64 and row_tokens 1048576; expected at most'),
     ({'row_trained_tokens': 2**25}, 'row_trained_tokens is 33554432'),
     ({'weight_decay': -0.1}, 'weight_decay is -0.1; expected a number >= 0'),
     ({'max_grad_norm': -1.0}, 'max_grad_norm is -1.0'),
