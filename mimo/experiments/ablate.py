@@ -147,6 +147,9 @@ class Runner:
       stderr=subprocess.STDOUT,
       env=_environment(self._workdir),
       preexec_fn=lambda: _settle_on(core),
+      # Ctrl-C and a closed terminal reach this process alone, which then asks each run to stop:
+      # both signals would end a run before it has saved.
+      start_new_session=True,
     )
     self._running[core] = (job, process, log)
     self.states[job] = 'running'

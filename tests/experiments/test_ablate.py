@@ -132,12 +132,19 @@ def test_what_cannot_be_meant_is_refused_before_anything_runs(run, tmp_path):
   assert not (tmp_path / 'work').exists()
 
 
-def test_a_stopped_grid_lets_its_cells_save(tmp_path):
-  """SIGTERM reaches the command and through it the runs, which have a core each."""
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_grid_lets_its_cells_save(tmp_path, number):
+  """SIGTERM, and Ctrl-C, which goes to a process group, reach the command and through it the runs.
+
+  They have a core each, and are signalled once: a second signal would end them unsaved.
+  """
   script = (
     'import os, pathlib, signal, sys, time\n'
     'out = pathlib.Path(sys.argv[1].removeprefix("--cell=")).with_suffix(".out")\n'
-    'signal.signal(signal.SIGTERM, lambda *_: (out.write_text("saved"), os._exit(0)))\n'
+    'def say(word):\n'
+    '  out.write_text(f"{out.read_text()} {word}")\n'
+    'signal.signal(signal.SIGTERM, lambda *_: (say("saved"), os._exit(0)))\n'
+    'signal.signal(signal.SIGINT, lambda *_: say("interrupted"))\n'
     'out.write_text(str(len(os.sched_getaffinity(0))))\n'
     'time.sleep(600)\n'
   )
@@ -151,15 +158,17 @@ def test_a_stopped_grid_lets_its_cells_save(tmp_path):
     'ablate.ablate(stated["get_config"], (["mixed/grpo/usual"], (0,)), overrides={},\n'
     f'  workdir=work, results=work / "r", workers=1, command=(sys.executable, "-c", {script!r}))\n'
   )
-  process = subprocess.Popen([sys.executable, '-c', driver], cwd=_ROOT, stderr=subprocess.PIPE)
+  process = subprocess.Popen(
+    [sys.executable, '-c', driver], cwd=_ROOT, stderr=subprocess.PIPE, start_new_session=True
+  )
   outs, end = [], time.monotonic() + 600
   while not outs and time.monotonic() < end:
     outs = [p for p in (tmp_path / 'work' / 'configs').glob('*.out') if p.read_text()]
     time.sleep(0.05)
   assert outs and outs[0].read_text() == '1'
-  os.kill(process.pid, signal.SIGTERM)
+  (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
   process.communicate(timeout=600)
-  assert outs[0].read_text() == 'saved'
+  assert outs[0].read_text() == '1 saved'
 
 
 def test_the_command_names_its_mistakes(tmp_path, run_command):

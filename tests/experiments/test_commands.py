@@ -78,6 +78,14 @@ def test_version_is_stated_once(capsys, monkeypatch):
   }
 
 
+def test_the_installed_script_is_this_one():
+  points = importlib.metadata.entry_points(group='console_scripts', name='mimo')
+  if not points:
+    pytest.skip('this mimo was installed before it had a script: pip install -e . again')
+  (script,) = points
+  assert script.load() is commands.main
+
+
 def test_listing_commands_imports_nothing_large():
   script = (
     'import sys\n'
