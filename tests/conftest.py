@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pathlib
+import signal
 
 _CACHE = pathlib.Path(__file__).parents[1] / '.cache' / 'jax'
 
@@ -13,6 +14,13 @@ if _FLAG not in os.environ.get('XLA_FLAGS', ''):
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.5')
+
+# A shell starts what it sends to the background with these ignored, and children inherit that.
+for _number in (signal.SIGINT, signal.SIGHUP):
+  if signal.getsignal(_number) is signal.SIG_IGN:
+    signal.signal(
+      _number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
+    )
 
 import pytest  # noqa: E402
 
