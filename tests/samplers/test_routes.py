@@ -11,7 +11,6 @@ from mimo.models.config import ModelConfig
 from mimo.models.decoder import chosen_experts, init
 from mimo.models.moe import route_shape
 from mimo.rollouts.contract import check_routes
-from mimo.samplers import snapshot
 from mimo.samplers.decode import Weights
 from mimo.samplers.engine import Engine, EngineSettings
 from mimo.samplers.routes import RouteBook
@@ -146,18 +145,6 @@ def test_a_token_keeps_the_routes_of_its_first_pass(model, weights, chosen, samp
   if prefix_cache == 'drop':  # no cache of older weights is behind these
     np.testing.assert_array_equal(ids[ran:], fresh)
   assert (ids[:ran] != chosen(weights[1].params, tokens)[:ran]).any()
-
-
-def test_a_state_holds_them(model, weights, sampling):
-  whole = _engine(model, weights)
-  _submit(whole, 'a', _prompt(19), sampling(max_turn_tokens=9))
-  assert not whole.step()
-  other = Engine(model, EngineSettings(**SETTINGS))
-  other.activate(weights[0], 0)
-  snapshot.load(other, snapshot.save(whole))
-  one, two = (_drain(engine)['a'].routes for engine in (whole, other))
-  assert one.start == two.start and (one.ids >= 0).all()
-  np.testing.assert_array_equal(one.ids, two.ids)
 
 
 def test_they_are_told_only_where_asked_for(config, model, weights, sampling):
