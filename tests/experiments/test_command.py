@@ -153,6 +153,19 @@ def test_print_config_prints_what_would_run(capsys):
   assert (printed['arm'], printed['updates'], printed['trainer']['b2']) == ('mis', 7, 0.98)
 
 
+def test_print_config_states_what_a_file_leaves_out(capsys, tmp_path):
+  config = tmp_path / 'short.py'
+  config.write_text(
+    'from mimo.experiments import configuration\n'
+    'def get_config():\n'
+    '  config = configuration.read("mixed", []).config.unlock()\n'
+    '  del config.trainer.b1\n'
+    '  return config\n'
+  )
+  assert _COMMAND.run([f'--config={config}', '--print_config']) == 0
+  assert json.loads(capsys.readouterr().out)['trainer']['b1'] == 0.9
+
+
 def test_dry_run_checks_alone(capsys):
   assert _COMMAND.run(['--config=mixed', '--dry_run', '--out=bug']) == 0
   assert capsys.readouterr().out == '8 samples would do\n'

@@ -73,7 +73,8 @@ def test_version_is_stated_once(capsys, monkeypatch):
   assert script == f'mimo = {commands.main.__module__}:{commands.main.__name__}'
   carried = {name for name in stated['packages'] if name.startswith('mimo.configs')}
   folders = {'configs', *(f'configs/{p.name}' for p in (_ROOT / 'configs').iterdir() if p.is_dir())}
-  assert {name.removeprefix('mimo.').replace('.', '/') for name in carried} == {
+  where = stated['package_dir']['mimo.configs']
+  assert {name.replace('mimo.configs', where).replace('.', '/') for name in carried} == {
     folder for folder in folders if '__pycache__' not in folder
   }
 

@@ -84,6 +84,7 @@ def test_an_installation_carries_the_experiments(tmp_path):
   package = configuration.DIRECTORY.parent / 'mimo'
   shutil.copytree(package, tmp_path / 'site' / 'mimo')
   shutil.copytree(configuration.DIRECTORY, tmp_path / 'site' / 'mimo' / 'configs')
+  (tmp_path / 'site' / 'configs').mkdir()  # of some other package
   (tmp_path / 'empty').mkdir()
   done = subprocess.run(
     [sys.executable, '-m', 'mimo.experiments.train', '--config=mixed:grpo', '--print_config'],

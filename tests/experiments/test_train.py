@@ -16,7 +16,8 @@ import pytest
 from mimo.experiments import cli, prepare, schema, train
 from mimo.experiments.workdir import differing_keys
 from mimo.telemetry import writers
-from mimo.weights.checkpoints import load_policy
+from mimo.weights.checkpoints import load_policy, write_policy
+from mimo.weights.huggingface import open_model
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -193,7 +194,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(tiny_config, tmp_path, key, va
   assert words in str(refused.value)
 
 
-def test_a_dry_run_needs_no_device_and_writes_nothing(tmp_path) -> None:
+def test_a_dry_run_needs_no_device_and_writes_nothing(tiny_policy, tmp_path_factory) -> None:
+  orbax, tmp_path = (tmp_path_factory.mktemp(name) for name in ('orbax', 'empty'))
+  write_policy(str(orbax), open_model(tiny_policy))
+
   def dry(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
       [sys.executable, '-m', 'mimo.experiments.train', '--config=mixed', '--dry_run', *flags],
@@ -203,7 +207,8 @@ def test_a_dry_run_needs_no_device_and_writes_nothing(tmp_path) -> None:
       env=os.environ | {'JAX_PLATFORMS': 'none such'},
     )
 
-  done = dry('--config.updates=7', '--config.trainer.mesh=fsdp=4')
+  flags = ('--config.updates=7', '--config.trainer.mesh=fsdp=4', f'--config.policy={orbax}')
+  done = dry(*flags, '--config.pools.h100_fp8.format=fp8_channel')
   assert (done.returncode, done.stderr) == (0, '')
   assert done.stdout == f'would train 7 updates of repair in {tmp_path}/runs/mixed\n'
   done = dry('--config.policy=/nowhere')
