@@ -12,7 +12,6 @@ again: of results of an earlier revision, that alone.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import dataclasses
 import fcntl
@@ -32,7 +31,7 @@ from typing import Any, TextIO
 from ml_collections import config_dict
 
 from mimo import checks
-from mimo.experiments import base_policy, cli, command, configuration, schema
+from mimo.experiments import base_policy, cli, command, schema
 from mimo.experiments.cells import Cell, resolve, rows
 from mimo.experiments.results import REVISION, Results, digest
 from mimo.experiments.train import train
@@ -315,13 +314,13 @@ def define_flags(flags: cli.Flags) -> None:
   flags.flag('cell', str, '', 'used by the command itself: runs one cell', 'FILE')
 
 
-def main(given: argparse.Namespace) -> None:
+def main(given: cli.Given) -> None:
   """Runs the command."""
   if given.cell:
     _run_cell(given.cell)
     return
+  experiment = cli.experiment(given)
   with cli.mistakes():
-    experiment = configuration.read(given.config, given.overrides)
     stated = runpy.run_path(str(experiment.file))
     if 'GRIDS' not in stated:
       raise ValueError(f'{experiment.file} defines no GRIDS; expected a file as ablation.py')

@@ -8,7 +8,6 @@ policy of its runs by itself.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import pathlib
@@ -143,7 +142,7 @@ def define_flags(flags: cli.Flags) -> None:
   flags.flag('octaves', float, OCTAVES, 'how unlike channels are, a standard deviation')
 
 
-def main(given: argparse.Namespace) -> None:
+def main(given: cli.Given) -> None:
   """Runs the command."""
   cli.required(given, out='a new directory')
   path = pathlib.Path(given.out)

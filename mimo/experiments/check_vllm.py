@@ -7,7 +7,6 @@ Prints one line per check. Exits with 1 where something is missing, and says wha
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import sys
@@ -30,7 +29,7 @@ def define_flags(flags: cli.Flags) -> None:
   """Defines the command's flags: none."""
 
 
-def main(given: argparse.Namespace) -> int:
+def main(given: cli.Given) -> int:
   """Runs every check. Returns 1 where something is missing."""
   failed = 0
   for check in (_vllm, _version, _internals, _plugins, _client, _misfits):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import faulthandler
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from absl import logging
+from absl import flags, logging
 
+from mimo import checks
 from mimo.experiments import configuration
 from mimo.telemetry import console
 
@@ -50,36 +51,91 @@ def mistakes() -> Iterator[None]:
     raise Mistake(f'{named}; expected a path that can be read, and written to') from error
 
 
-class Flags(argparse.ArgumentParser):
-  """The flags of a command, of which each has one line of help."""
+class Given(types.SimpleNamespace):
+  """What a command line states: each flag by its name, and
+
+  Attributes:
+    arguments: what is no flag, in order.
+    stated: the experiment of --config and its overrides; None where there is none.
+  """
+
+  arguments: list[str]
+  stated: configuration.Stated | None
+
+
+# The type of a flag -> what defines it, and its value in help.
+_KINDS: dict[type, tuple[Callable[..., Any], str]] = {
+  int: (flags.DEFINE_integer, 'N'),
+  float: (flags.DEFINE_float, 'X'),
+  str: (flags.DEFINE_string, 'TEXT'),
+}
+
+
+class Flags:
+  """The flags of one command: absl's, in a registry of their own."""
+
+  def __init__(self) -> None:
+    self._values = flags.FlagValues()
+    self._values.set_gnu_getopt(True)  # flags may follow arguments
+    self._shown: list[tuple[str, str]] = []  # left and right of each line of help
+    self._takes_arguments = False
 
   def flag(self, name: str, kind: type, default: Any, text: str, value: str = '') -> None:
     """Adds --name=VALUE of a kind: int, float or str.
 
     Its help names the default, unless that is nothing.
     """
+    define, shown = _KINDS[kind]
+    define(name, default, text, flag_values=self._values)
+    said = '' if default in (None, '') else f' (default {default})'
+    self._shown.append((f'--{name}={value or shown}', f'{text}{said}'))
 
-    def parsed(stated: str) -> Any:
-      try:
-        return configuration.value(f'--{name}', kind, stated)
-      except ValueError as error:
-        raise Usage(str(error)) from None
+  def switch(self, name: str, text: str, short_name: str | None = None) -> None:
+    """Adds --name, which is off unless it is given."""
+    flags.DEFINE_boolean(name, False, text, flag_values=self._values, short_name=short_name)
+    self._shown.append((f'--{name}' + (f', -{short_name}' if short_name else ''), text))
 
-    shown = '' if default in (None, '') else f' (default {default})'
-    self.add_argument(
-      f'--{name}',
-      type=parsed,
-      default=default,
-      metavar=value or {int: 'N', float: 'X', str: 'TEXT'}[kind],
-      help=f'{text}{shown}'.replace('%', '%%'),
-    )
+  def take_arguments(self, name: str, text: str) -> None:
+    """Takes arguments that are no flags."""
+    self._takes_arguments = True
+    self._shown.append((name, text))
 
-  def error(self, message: str) -> Any:
-    """Raises Usage where argparse would print several lines and exit."""
-    raise Usage(message)
+  def names(self) -> list[str]:
+    """Returns the names of its flags."""
+    return sorted(name for name in self._values if name.split('.')[0] != 'config')
+
+  def help(self) -> str:
+    """Returns a line for each flag, in the order in which they were added."""
+    width = max(len(left) for left, _ in self._shown)
+    return '\n'.join(f'  {left:{width}}  {right}' for left, right in self._shown)
+
+  def parse(self, argv: Sequence[str], *, takes_config: bool) -> Given:
+    """Parses a command line. Raises Usage."""
+    with mistakes():
+      text, rest = configuration.split(argv) if takes_config else (None, list(argv))
+      stated = configuration.define(self._values, text, rest) if text else None
+    try:
+      with mistakes():
+        arguments = configuration.parse(self._values, rest)
+    except flags.UnrecognizedFlagError as error:
+      if takes_config and error.flagname.startswith('config.'):
+        with mistakes():
+          configuration.read(None)
+      near = checks.nearest(error.flagname, [*self.names(), *['config'] * takes_config])
+      raise Usage(f'there is no flag --{error.flagname}{near}') from error
+    if arguments and not self._takes_arguments:
+      raise Usage(f'got the argument {arguments[0]!r}; expected only flags')
+    values = {name: self._values[name].value for name in self.names()}
+    return Given(**values, arguments=arguments, stated=stated and stated())
 
 
-def required(given: argparse.Namespace, **expected: str) -> None:
+def experiment(given: Given) -> configuration.Stated:
+  """Returns the experiment that a command line states. Raises Usage where there is none."""
+  with mistakes():
+    return given.stated or configuration.read(None)
+
+
+def required(given: Given, **expected: str) -> None:
   """Raises Usage for the first flag that is missing, of `name='what is expected'`."""
   for name, what in expected.items():
     if not getattr(given, name):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import json
@@ -15,9 +14,10 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from mimo import checks
 from mimo.experiments import cli, configuration, schema
 from mimo.telemetry import console
+
+_CONFIG = '  --config=NAME[:ARGUMENT]  the experiment: its name, or a file\n'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,36 +36,25 @@ class Command:
   name: str
   doc: str
   define_flags: Callable[[cli.Flags], None]
-  main: Callable[[argparse.Namespace], int | None]
+  main: Callable[[cli.Given], int | None]
   takes_config: bool = False
-  check: Callable[[argparse.Namespace], str] | None = None
+  check: Callable[[cli.Given], str] | None = None
 
   def flags(self) -> cli.Flags:
-    """Returns the parser of its flags."""
-    flags = cli.Flags(
-      prog=f'mimo {self.name}',
-      description=inspect.cleandoc(self.doc),
-      formatter_class=argparse.RawDescriptionHelpFormatter,
-      add_help=False,
-      allow_abbrev=False,
-    )
-    if self.takes_config:
-      flags.flag('config', str, None, 'the experiment: its name, or a file', 'NAME[:ARGUMENT]')
+    """Returns its flags."""
+    flags = cli.Flags()
     self.define_flags(flags)
     if self.takes_config:
-      flags.add_argument(
-        '--print_config', action='store_true', help='print the resolved configuration, and stop'
-      )
+      flags.switch('print_config', 'print the resolved configuration, and stop')
     if self.check is not None:
-      flags.add_argument(
-        '--dry_run', action='store_true', help='check what needs no device, write nothing, and stop'
-      )
-    flags.add_argument('--help', '-h', action='store_true', help='print this, and stop')
+      flags.switch('dry_run', 'check what needs no device, write nothing, and stop')
+    flags.switch('help', 'print this, and stop', short_name='h')
     return flags
 
   def help(self) -> str:
     """Returns what the command does, its flags, and the keys of a configuration."""
-    shown = self.flags().format_help().rstrip()
+    shown = f'{inspect.cleandoc(self.doc)}\n\nflags:\n{_CONFIG if self.takes_config else ""}'
+    shown += self.flags().help()
     if not self.takes_config:
       return shown
     keys = '\n'.join(map(_key_help, schema.leaves()))
@@ -87,15 +76,10 @@ class Command:
     return end.code
 
   def _run(self, argv: Sequence[str]) -> int:
-    with cli.mistakes():
-      overrides, rest = configuration.split_overrides(argv if self.takes_config else ())
-    given, unknown = self.flags().parse_known_args(rest if self.takes_config else argv)
-    if given.help:
+    if not {'--help', '-help', '-h'}.isdisjoint(argv):
       console.say(self.help())
       return 0
-    if unknown:
-      raise cli.Usage(_unknown(unknown[0], sorted(vars(given))))
-    given.overrides = overrides
+    given = self.flags().parse(argv, takes_config=self.takes_config)
     if self.takes_config and given.print_config:
       console.say(json.dumps(schema.plain(stated(given)[1]), indent=2))
       return 0
@@ -106,10 +90,10 @@ class Command:
     return self.main(given) or 0
 
 
-def stated(given: argparse.Namespace) -> tuple[configuration.Stated, schema.Experiment]:
+def stated(given: cli.Given) -> tuple[configuration.Stated, schema.Experiment]:
   """Returns the experiment that --config and its overrides state, checked. Raises cli.Mistake."""
+  found = cli.experiment(given)
   with cli.mistakes():
-    found = configuration.read(given.config, given.overrides)
     return found, schema.parse(found.config)
 
 
@@ -118,10 +102,3 @@ def _key_help(leaf: schema.Leaf) -> str:
   default = 'required' if leaf.required else repr(leaf.default)
   said = textwrap.fill(leaf.doc, 96, initial_indent=' ' * 6, subsequent_indent=' ' * 6)
   return f'  --config.{leaf.name}  ({leaf.type}, {default})\n{said}'
-
-
-def _unknown(argument: str, known: Sequence[str]) -> str:
-  if not argument.startswith('-'):
-    return f'got the argument {argument!r}; expected only flags'
-  name = argument.lstrip('-').split('=')[0]
-  return f'there is no flag --{name}{checks.nearest(name, known)}'

@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import pathlib
+import re
 import runpy
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ml_collections import config_dict
+from absl import flags
+from ml_collections import config_dict, config_flags
 
 import mimo
 from mimo import checks
@@ -69,15 +71,65 @@ def find(text: str) -> pathlib.Path:
   raise ValueError(f'--config: there is no {text!r}; expected a file or one of {_listed()}{near}')
 
 
-def read(text: str | None, overrides: Sequence[tuple[str, str]]) -> Stated:
+def read(text: str | None, argv: Sequence[str] = ()) -> Stated:
   """Reads an experiment and applies overrides.
 
   Args:
     text: NAME[:ARGUMENT] or FILE[:ARGUMENT].
-    overrides: (dotted key, text of its value).
+    argv: `--config.KEY=VALUE` and the other forms that absl has for it.
 
   Raises:
     Misstated: there is no such file, it is in error, or an override does not fit; in one line.
+  """
+  values = flags.FlagValues()
+  stated = define(values, text, argv)
+  parse(values, argv)
+  return stated()
+
+
+def parse(values: flags.FlagValues, argv: Sequence[str]) -> list[str]:
+  """Parses a command line and returns what of it is no flag.
+
+  Raises:
+    flags.UnrecognizedFlagError: there is no such flag.
+    Misstated: any other mistake, in one line.
+  """
+  try:
+    return values(['mimo', *argv])[1:]
+  except flags.UnrecognizedFlagError:
+    raise
+  except flags.IllegalFlagValueError as error:
+    match = re.match(r'flag --([^=]*)=(.*?): ', str(error), re.DOTALL)
+    if match is None:
+      raise Misstated(str(error)) from error
+    expected = _EXPECTED[values[match[1]].flag_type()]
+    raise Misstated(f'--{match[1]} is {match[2]!r}; expected {expected}') from error
+  except flags.Error as error:
+    raise Misstated(str(error)) from error
+
+
+# By what absl calls the type of a flag.
+_EXPECTED = {
+  'bool': 'True or False',
+  'float': 'a number',
+  'int': 'a whole number',
+  'string': 'a text',
+}
+
+
+def define(values: flags.FlagValues, text: str | None, argv: Sequence[str]) -> Callable[[], Stated]:
+  """Defines a flag for each override that a command line states.
+
+  Args:
+    values: where they are defined.
+    text: NAME[:ARGUMENT] or FILE[:ARGUMENT].
+    argv: the command line, without --config itself.
+
+  Returns:
+    A function that returns the experiment, once `values` has parsed the command line.
+
+  Raises:
+    Misstated: there is no such file, it is in error, or there is no such key; in one line.
   """
   if not text:
     raise Misstated(f'--config is missing; expected a file or one of {_listed()}')
@@ -85,31 +137,36 @@ def read(text: str | None, overrides: Sequence[tuple[str, str]]) -> Stated:
   try:
     file = find(name)
     config = _load(file, *([argument] if colon else []))
-    applied = {key: _override(config, key, value) for key, value in overrides}
+    for key in filter(None, map(_overridden, argv)):
+      _check_key(config, key)
   except ValueError as error:
     raise Misstated(str(error)) from error
-  return Stated(file, config.lock(), applied)
+  config_flags.DEFINE_config_dict('config', config, flag_values=values, sys_argv=['mimo', *argv])
+  flag = values['config']
+  return lambda: Stated(file, flag.value, config_flags.get_override_values(flag))
 
 
-def split_overrides(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-  """Takes `--config.KEY=VALUE` and `--config.KEY VALUE` out of a command line.
+def split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+  """Takes --config out of a command line: returns (its value or None, the other arguments).
 
-  Returns:
-    ((key, value) of each, the other arguments). Raises Misstated where a value is missing.
+  >>> split(['--config=mixed', '--config.updates=3'])
+  ('mixed', ['--config.updates=3'])
   """
-  overrides, rest = [], []
+  text, rest = None, []
   arguments = iter(argv)
   for argument in arguments:
-    if not argument.startswith('--config.'):
+    name, equals, value = argument.partition('=')
+    if name not in ('--config', '-config'):
       rest.append(argument)
       continue
-    flag, equals, value = argument.partition('=')
-    if not equals:
-      value = next(arguments, '')
-      if not value or value.startswith('--'):
-        raise Misstated(f'{flag} has no value; expected {flag}=VALUE')
-    overrides.append((flag.removeprefix('--config.'), value))
-  return overrides, rest
+    text = value if equals else next(arguments, '')
+  return text, rest
+
+
+def _overridden(argument: str) -> str | None:
+  """Returns the key that an argument overrides, or None."""
+  match = re.match(r'--?(?:no)?config\.([^=]*)', argument)
+  return match and match[1]
 
 
 def _listed() -> str:
@@ -134,46 +191,17 @@ def _load(file: pathlib.Path, *argument: str) -> config_dict.ConfigDict:
   return made
 
 
-def _override(config: config_dict.ConfigDict, key: str, text: str) -> Any:
-  """Sets a value from its text, and returns it. Raises ValueError naming the flag."""
+def _check_key(config: config_dict.ConfigDict, key: str) -> None:
+  """Raises ValueError where a dotted key names no value."""
   parts = key.split('.')
   node: Any = config
   for depth, part in enumerate(parts):
     if not isinstance(node, config_dict.ConfigDict) or part not in node:
       raise ValueError(_no_key(config, parts[:depth], part))
-    holder, node = node, node[part]
-  kind = holder.get_type(part)
-  if issubclass(kind, config_dict.ConfigDict):
+    node = node[part]
+  if isinstance(node, config_dict.ConfigDict):
     inside = ', '.join(f'--config.{key}.{name}' for name in node)
     raise ValueError(f'--config.{key} is a section; expected one of its flags: {inside}')
-  holder[part] = value(f'--config.{key}', kind, text)
-  return holder[part]
-
-
-def value(flag: str, kind: type, text: str) -> Any:
-  """Returns the value that a text states. Raises ValueError naming the flag.
-
-  >>> value('--samples', int, '8')
-  8
-  >>> value('--samples', int, 'many')
-  Traceback (most recent call last):
-    ...
-  ValueError: --samples is 'many'; expected a whole number
-  """
-  expected, parse = _KINDS[kind]
-  try:
-    return parse(text)
-  except (ValueError, KeyError):
-    raise ValueError(f'{flag} is {text!r}; expected {expected}') from None
-
-
-# The type of a value -> what is expected, and what reads it.
-_KINDS: Mapping[type, tuple[str, Callable[[str], Any]]] = {
-  bool: ('True or False', lambda text: {'true': True, 'false': False}[text.lower()]),
-  int: ('a whole number', int),
-  float: ('a number', float),
-  str: ('a text', str),
-}
 
 
 def _no_key(config: config_dict.ConfigDict, section: Sequence[str], name: str) -> str:

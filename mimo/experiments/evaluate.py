@@ -9,7 +9,6 @@ Hugging Face directory of plain weights. Of the configuration only the task and 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import json
@@ -76,7 +75,7 @@ def define_flags(flags: cli.Flags) -> None:
   flags.flag('out', str, None, 'a JSON file for every reward', 'FILE')
 
 
-def _read(given: argparse.Namespace) -> tuple[Experiment, factories.Policy, Task]:
+def _read(given: cli.Given) -> tuple[Experiment, factories.Policy, Task]:
   """Reads the flags and what they name. Raises cli.Mistake."""
   _, experiment = command.stated(given)
   cli.required(given, checkpoint='an Orbax or Hugging Face checkpoint')
@@ -84,14 +83,14 @@ def _read(given: argparse.Namespace) -> tuple[Experiment, factories.Policy, Task
     return experiment, *_plan(experiment, given.checkpoint, given.samples, given.out)
 
 
-def check(given: argparse.Namespace) -> str:
+def check(given: cli.Given) -> str:
   """Checks what needs no device."""
   _, _, task = _read(given)
   drawn = f'{task.size("heldout")} tasks of {task.name}, {given.samples} samples each'
   return f'would evaluate {given.checkpoint}: {drawn}'
 
 
-def main(given: argparse.Namespace) -> None:
+def main(given: cli.Given) -> None:
   """Runs the command."""
   experiment, policy, task = _read(given)
   with cli.mistakes():  # read now, while what is wrong with them is the user's mistake

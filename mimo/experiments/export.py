@@ -13,7 +13,6 @@ multi-token prediction) is copied as it is.
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import sys
 
@@ -59,7 +58,7 @@ def define_flags(flags: cli.Flags) -> None:
   flags.flag('task', str, 'repair', 'whose prompts calibrate nvfp4_w4a4')
 
 
-def main(given: argparse.Namespace) -> None:
+def main(given: cli.Given) -> None:
   """Runs the command."""
   cli.required(given, checkpoint='a directory', out='a directory')
   with cli.mistakes():

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import pathlib
 import sys
@@ -57,7 +56,7 @@ def define_flags(flags: cli.Flags) -> None:
   flags.flag('out', str, '', 'the directory to make', 'DIR')
 
 
-def main(given: argparse.Namespace) -> None:
+def main(given: cli.Given) -> None:
   """Runs the command."""
   if bool(given.gguf) == bool(given.package):
     raise cli.Usage('expected one of --gguf=FILE and --package=NAME')

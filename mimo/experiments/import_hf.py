@@ -10,7 +10,6 @@ copied beside it, and `mimo.experiments.export` puts it back.
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 from mimo.experiments import cli, command
@@ -25,7 +24,7 @@ def define_flags(flags: cli.Flags) -> None:
   flags.flag('out', str, None, 'the directory to make', 'DIR')
 
 
-def main(given: argparse.Namespace) -> None:
+def main(given: cli.Given) -> None:
   """Runs the command."""
   cli.required(given, checkpoint='a directory', out='a directory')
   with cli.mistakes():

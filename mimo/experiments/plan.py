@@ -17,7 +17,6 @@ offloaded to the host as its own memory, so its temporary memory is an upper bou
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -231,7 +230,7 @@ def define_flags(flags: cli.Flags) -> None:
   flags.flag('limit_gib', float, 180.0, 'memory of a device')
 
 
-def main(given: argparse.Namespace) -> None:
+def main(given: cli.Given) -> None:
   """Runs the command."""
   stated, experiment = command.stated(given)
   with cli.mistakes():

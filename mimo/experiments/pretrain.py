@@ -15,7 +15,6 @@ decoder instead, of any family, such as one with experts.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import functools
@@ -243,7 +242,7 @@ def define_flags(flags: cli.Flags) -> None:
   flags.flag('model', str, '', 'the config.json of another decoder; else the shipped one', 'FILE')
 
 
-def main(given: argparse.Namespace) -> None:
+def main(given: cli.Given) -> None:
   """Runs the command."""
   cli.required(given, out='a new or empty directory')
   with cli.mistakes():

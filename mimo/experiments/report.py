@@ -8,7 +8,6 @@ and configuration, and fetches nothing.
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import sys
 
@@ -19,14 +18,14 @@ from mimo.telemetry import console
 
 def define_flags(flags: cli.Flags) -> None:
   """Defines the command's arguments."""
-  flags.add_argument('directories', nargs='*', metavar='DIR', help='a work directory')
+  flags.take_arguments('DIR', 'a work directory')
 
 
-def main(given: argparse.Namespace) -> None:
+def main(given: cli.Given) -> None:
   """Runs the command."""
-  if not given.directories:
+  if not given.arguments:
     raise cli.Usage('no directory is given; expected the work directory of a run')
-  for directory in map(pathlib.Path, given.directories):
+  for directory in map(pathlib.Path, given.arguments):
     with cli.mistakes():
       written = write_report(directory)
       if written is None:

@@ -15,7 +15,6 @@ where HOST is that of process 0 (or the configuration's section `distributed`).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import pathlib
 import sys
@@ -106,7 +105,7 @@ def define_flags(flags: cli.Flags) -> None:
   flags.flag('workdir', str, None, 'where the run lives; runs/<config> when not given', 'DIR')
 
 
-def check(given: argparse.Namespace) -> str:
+def check(given: cli.Given) -> str:
   """Checks what needs no device."""
   stated, experiment = command.stated(given)
   with cli.mistakes():
@@ -116,14 +115,13 @@ def check(given: argparse.Namespace) -> str:
   return f'would train {experiment.updates} updates of {inputs.task.name} in {path}'
 
 
-def main(given: argparse.Namespace) -> None:
+def main(given: cli.Given) -> None:
   """Runs the command."""
-  with cli.mistakes():
-    stated = configuration.read(given.config, given.overrides)
+  stated = cli.experiment(given)
   train(stated.config, _path(given, stated))
 
 
-def _path(given: argparse.Namespace, stated: configuration.Stated) -> str:
+def _path(given: cli.Given, stated: configuration.Stated) -> str:
   return given.workdir or defaults.default_workdir(stated.file)
 
 

@@ -1,14 +1,12 @@
 """How commands start and end. The messages of their mistakes are in test_command.py."""
 
-import argparse
-
 import pytest
 
 from mimo.experiments import cli, configuration
 
 
 def test_required_flags_are_named_in_order():
-  given = argparse.Namespace(checkpoint='x', out='', task=None)
+  given = cli.Given(checkpoint='x', out='', task=None)
   with pytest.raises(cli.Usage, match=r'^--out is missing; expected a directory$'):
     cli.required(given, checkpoint='a checkpoint', out='a directory', task='a task')
 

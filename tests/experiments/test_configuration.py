@@ -61,7 +61,8 @@ def test_overrides_are_read_by_type(file):
     'deep.on': 'true',
     'deep.bound': '4',
   }
-  stated = configuration.read(f'{file}:given', list(texts.items()))
+  argv = [f'--config.{key}={text}' for key, text in texts.items()]
+  stated = configuration.read(f'{file}:given', argv)
   expected = {'kind': 'None', 'rate': 1.0, 'count': -2, 'deep.on': True, 'deep.bound': 4}
   assert stated.overrides == expected
   assert stated.config.to_dict() == {
@@ -76,7 +77,9 @@ def test_overrides_are_read_by_type(file):
 
 
 def test_the_last_of_equal_overrides_counts(file):
-  assert configuration.read(str(file), [('count', '2'), ('count', '3')]).config.count == 3
+  assert (
+    configuration.read(str(file), ['--config.count=2', '--config.count', '3']).config.count == 3
+  )
 
 
 def test_an_installation_carries_the_experiments(tmp_path):
@@ -117,9 +120,15 @@ def test_a_file_that_is_not_python_is_named(tmp_path):
     configuration.read(str(tmp_path / 'broken.py'), [])
 
 
-def test_overrides_are_taken_out_of_a_command_line():
-  argv = ['--a=1', '--config.x.y=2', '--config=z', '--config.w', '-3', '--config.v=', 'b']
-  assert configuration.split_overrides(argv) == (
-    [('x.y', '2'), ('w', '-3'), ('v', '')],
-    ['--a=1', '--config=z', 'b'],
-  )
+def test_absl_s_other_forms_are_understood(file):
+  stated = configuration.read(f'{file}:given', ['-config.count', '4', '--config.deep.on'])
+  assert stated.overrides == {'count': 4, 'deep.on': True}
+  assert configuration.read(f'{file}:given', ['--noconfig.deep.on']).overrides == {'deep.on': False}
+
+
+def test_config_is_taken_out_of_a_command_line():
+  argv = ['--a=1', '--config.x.y=2', '--config=z', '--config.w', '-3', 'b']
+  rest = ['--a=1', '--config.x.y=2', '--config.w', '-3', 'b']
+  assert configuration.split(argv) == ('z', rest)
+  assert configuration.split(['-config', 'z']) == ('z', [])
+  assert configuration.split(['--workdir=x']) == (None, ['--workdir=x'])
