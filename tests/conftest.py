@@ -1,5 +1,6 @@
-"""Settings for every test: 8 simulated devices, a compilation cache, skips that name an extra."""
+"""Settings for every test: 8 simulated devices, fast compilation, skips that name an extra."""
 
+import importlib.metadata
 import importlib.util
 import os
 import pathlib
@@ -7,10 +8,17 @@ import signal
 
 _CACHE = pathlib.Path(__file__).parents[1] / '.cache' / 'jax'
 
-# Before jax is imported: the device count is read once, at the start of its CPU backend.
-_FLAG = '--xla_force_host_platform_device_count=8'
-if _FLAG not in os.environ.get('XLA_FLAGS', ''):
-  os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {_FLAG}'.strip()
+# Before jax is imported: flags are read once, at the start of its CPU backend. Child processes
+# inherit them.
+_FLAGS = ['--xla_force_host_platform_device_count=8']
+# Most of the suite's time is compilation of programs that run for milliseconds: without LLVM's
+# optimisations and XLA's newer code generator it is several times shorter. XLA refuses to start
+# with flags that it does not know, so they are for the release that they were tried on.
+if importlib.metadata.version('jaxlib').startswith('0.10.'):
+  _FLAGS += ['--xla_backend_optimization_level=0', '--xla_cpu_use_fusion_emitters=false']
+_given = os.environ.get('XLA_FLAGS', '')
+_own = [flag for flag in _FLAGS if flag.split('=')[0] not in _given]
+os.environ['XLA_FLAGS'] = ' '.join([_given, *_own]).strip()
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_CACHE))
 os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0.5')

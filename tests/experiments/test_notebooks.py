@@ -18,7 +18,8 @@ _ROOT = pathlib.Path(__file__).parents[2]
 def _run(name, out, **environment):
   """Returns what a notebook prints."""
   env = os.environ | {'MIMO_NOTEBOOK_SHORT': '1', 'MIMO_NOTEBOOK_OUT': str(out)} | environment
-  env.pop('XLA_FLAGS', None)  # one device, as a user has
+  # One device, as a user has: of a flag given twice the last counts.
+  env['XLA_FLAGS'] = f'{env["XLA_FLAGS"]} --xla_force_host_platform_device_count=1'
   ran = subprocess.run(
     [sys.executable, str(_ROOT / 'experiments' / f'{name}.py')],
     capture_output=True,

@@ -81,7 +81,8 @@ def test_logits_far_apart(inputs):
   got = _grads(*far.values())
   np.testing.assert_allclose(got[0][0], want[0][0], rtol=1e-5, atol=1e-3)
   np.testing.assert_allclose(got[0][1], want[0][1], atol=1e-3)
-  assert (np.asarray(got[0][1]) >= -1e-6).all()
+  # Logits reach hundreds, where neighbours in float32 are 3e-5 apart.
+  assert (np.asarray(got[0][1]) >= -1e-4).all()
   jax.tree.map(lambda g: np.testing.assert_(np.isfinite(g).all()), got)
 
 
