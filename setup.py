@@ -29,7 +29,14 @@ INSTALL = [
 ]
 
 # aiohttp is for the scripted server that the client of vLLM servers is tested against.
-TEST = ['aiohttp>=3.10', 'hypothesis>=6.100', 'mypy>=1.15', 'pytest>=8.3', 'ruff>=0.12']
+TEST = [
+  'aiohttp>=3.10',
+  'hypothesis>=6.100',
+  'mypy>=1.15',
+  'pytest>=8.3',
+  'pytest-xdist>=3.6',
+  'ruff>=0.12',
+]
 
 EXTRAS = {
   'test': TEST,
