@@ -68,6 +68,9 @@ def test_cells_of_this_revision_are_found_by_a_cell_of_today():
   assert kept.revision == results.REVISION
   for of in kept.kept:
     assert kept.find(of.kind, _experiment(of.kind)) is of
+  # The seeds of the main comparison that were run again are whole, and none is run once more.
+  for kind, seed in itertools.product(GRIDS['main'][0], (100, 101, 102)):
+    assert kept.read(Cell(kind, seed), _experiment(kind, seed))[-1]['update'] == 120
 
 
 @pytest.mark.parametrize(
