@@ -319,8 +319,8 @@ def main(given: cli.Given) -> None:
   if given.cell:
     _run_cell(given.cell)
     return
-  experiment = cli.experiment(given)
   with cli.mistakes():
+    experiment = given.stated()
     stated = runpy.run_path(str(experiment.file))
     if 'GRIDS' not in stated:
       raise ValueError(f'{experiment.file} defines no GRIDS; expected a file as ablation.py')

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -56,11 +57,12 @@ class Given(types.SimpleNamespace):
 
   Attributes:
     arguments: what is no flag, in order.
-    stated: the experiment of --config and its overrides; None where there is none.
+    stated: returns the experiment of --config and its overrides; raises `configuration.Misstated`
+      where there is none.
   """
 
   arguments: list[str]
-  stated: configuration.Stated | None
+  stated: Callable[[], configuration.Stated]
 
 
 # The type of a flag -> what defines it, and its value in help.
@@ -113,7 +115,11 @@ class Flags:
     """Parses a command line. Raises Usage."""
     with mistakes():
       text, rest = configuration.split(argv) if takes_config else (None, list(argv))
-      stated = configuration.define(self._values, text, rest) if text else None
+      stated = (
+        configuration.define(self._values, text, rest)
+        if text
+        else functools.partial(configuration.read, None)
+      )
     try:
       with mistakes():
         arguments = configuration.parse(self._values, rest)
@@ -126,13 +132,7 @@ class Flags:
     if arguments and not self._takes_arguments:
       raise Usage(f'got the argument {arguments[0]!r}; expected only flags')
     values = {name: self._values[name].value for name in self.names()}
-    return Given(**values, arguments=arguments, stated=stated and stated())
-
-
-def experiment(given: Given) -> configuration.Stated:
-  """Returns the experiment that a command line states. Raises Usage where there is none."""
-  with mistakes():
-    return given.stated or configuration.read(None)
+    return Given(**values, arguments=arguments, stated=stated)
 
 
 def required(given: Given, **expected: str) -> None:

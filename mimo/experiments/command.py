@@ -92,8 +92,8 @@ class Command:
 
 def stated(given: cli.Given) -> tuple[configuration.Stated, schema.Experiment]:
   """Returns the experiment that --config and its overrides state, checked. Raises cli.Mistake."""
-  found = cli.experiment(given)
   with cli.mistakes():
+    found = given.stated()
     return found, schema.parse(found.config)
 
 

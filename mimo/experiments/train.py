@@ -117,7 +117,8 @@ def check(given: cli.Given) -> str:
 
 def main(given: cli.Given) -> None:
   """Runs the command."""
-  stated = cli.experiment(given)
+  with cli.mistakes():
+    stated = given.stated()
   train(stated.config, _path(given, stated))
 
 
