@@ -56,11 +56,15 @@ class Run:
     self._exits = exits
     schedule = plan.schedule
     plan.peers.tell(hosts.BEGIN)
-    # The others wait for what comes next, whatever fails here.
-    exits.own(lambda: plan.peers.tell(hosts.STOP))
-    self._checkpoints, step, state, self._meta = start(plan, workdir.path)
+    try:
+      self._checkpoints, step, state, self._meta = start(plan, workdir.path)
+    except BaseException:  # the others wait for what comes next
+      plan.peers.tell(hosts.STOP)
+      raise
     exits.own(self._checkpoints.close)
     exits.own(self._checkpoints.wait)
+    # Before checkpoints are waited for, which the others then do as well.
+    exits.own(lambda: plan.peers.tell(hosts.STOP))
     self.learner = plan.learner_of(state)
     self.start = step or 0
     self._saved = self.start

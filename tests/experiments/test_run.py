@@ -16,13 +16,14 @@ from mimo.experiments.run import Run
 from mimo.experiments.workdir import Workdir
 from mimo.samplers.native import NativeSampler
 from mimo.telemetry import writers
+from mimo.weights.checkpoints import Checkpoints
 from mimo.weights.publication import Publisher
 
 
 class _Told(hosts.Peers):
   def __init__(self) -> None:
     super().__init__()
-    self.commands: list[int] = []
+    self.commands: list[object] = []
 
   def tell(self, command: int, *numbers: int) -> None:
     self.commands.append(command)
@@ -38,12 +39,23 @@ def test_the_others_are_told_to_stop_where_a_run_can_not_be_set_up(
 
   async def set_up() -> None:
     async with Exits() as exits:
-      Run(planned, Workdir(tmp_path / 'run', {}, ''), exits)
+      workdir = Workdir(tmp_path / 'run', {}, '')
+      exits.own(workdir.close)
+      Run(planned, workdir, exits)
 
   monkeypatch.setattr(run, 'Records', full)
+  for name in ('wait', 'close'):
+    monkeypatch.setattr(Checkpoints, name, lambda self, name=name: told.append(name))
+  told = planned.peers.commands
   with pytest.raises(OSError, match='full'):
     asyncio.run(set_up())
-  assert planned.peers.commands == [hosts.BEGIN, hosts.STOP]
+  # A save that spans processes ends where all of them wait for it.
+  assert told == [hosts.BEGIN, hosts.STOP, 'wait', 'close']
+  told.clear()
+  monkeypatch.setattr(run, 'start', full)
+  with pytest.raises(OSError, match='full'):
+    asyncio.run(set_up())
+  assert told == [hosts.BEGIN, hosts.STOP]
 
 
 def test_numbers_are_taken_during_the_next_update_and_a_failing_close_skips_nothing(
