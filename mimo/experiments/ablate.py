@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import fcntl
 import functools
 import json
 import os
@@ -35,6 +34,7 @@ from mimo.experiments import base_policy, cli, command, schema
 from mimo.experiments.cells import Cell, resolve, rows
 from mimo.experiments.results import REVISION, Results, digest
 from mimo.experiments.train import train
+from mimo.experiments.workdir import take_lock
 from mimo.telemetry import console, names, study, writers
 
 _POLL_SECS = 0.5
@@ -223,7 +223,7 @@ def ablate(
       todo = _those_kept(todo, missing, kept)
       missing = []
     workdir.mkdir(parents=True, exist_ok=True)
-    lock = _lock(workdir)
+    lock = take_lock(workdir)
   if any(not job.experiment.policy for job in missing):
     policy = str(
       base_policy.make(
@@ -286,16 +286,6 @@ def _environment(workdir: pathlib.Path) -> dict[str, str]:
     'JAX_COMPILATION_CACHE_DIR': str(workdir / 'compiled'),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.2',
   }
-
-
-def _lock(workdir: pathlib.Path) -> TextIO:
-  lock = open(workdir / 'lock', 'a', encoding='utf-8')  # noqa: SIM115 (held until it is closed)
-  try:
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BlockingIOError:
-    lock.close()
-    raise ValueError(f'{workdir} is in use by another process; expected a free one') from None
-  return lock
 
 
 def _run_cell(path: str) -> None:

@@ -102,7 +102,7 @@ class Workdir:
     if known is not None:
       _check_policy(self.path, config, policy_digest)
     self.path.mkdir(parents=True, exist_ok=True)
-    self._lock = _take_lock(self.path)
+    self._lock = take_lock(self.path)
     if known is None:
       # Before the configuration: what has one has both.
       _write_atomically(self.path / _POLICY, f'{policy_digest}\n')
@@ -150,7 +150,7 @@ def check_workdir(
   if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
     raise ValueError(f'{nearest} is no directory that can be written; expected one for {path}')
   if (path / 'lock').exists():
-    _take_lock(path).close()
+    take_lock(path).close()
   return str(path)
 
 
@@ -220,7 +220,11 @@ def _check_policy(path: pathlib.Path, config: Mapping[str, Any], digest: str) ->
     )
 
 
-def _take_lock(path: pathlib.Path) -> TextIO:
+def take_lock(path: pathlib.Path) -> TextIO:
+  """Returns the lock of a directory, held until it is closed.
+
+  Raises ValueError where another process holds it.
+  """
   lock = open(path / 'lock', 'a', encoding='utf-8')  # noqa: SIM115 (held until close)
   try:
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

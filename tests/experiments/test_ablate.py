@@ -13,6 +13,7 @@ import time
 import pytest
 
 from mimo.experiments import ablate, base_policy, cli, results, schema
+from mimo.experiments.workdir import take_lock
 from mimo.telemetry import names
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -120,7 +121,7 @@ def test_a_run_that_left_early_is_no_result(run, tmp_path):
 
 def test_a_work_directory_is_used_by_one_at_a_time(run, tmp_path):
   (tmp_path / 'work').mkdir()
-  lock = ablate._lock(tmp_path / 'work')
+  lock = take_lock(tmp_path / 'work')
   with pytest.raises(cli.Mistake, match='in use'):
     run('grpo')
   lock.close()
